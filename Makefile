@@ -1,18 +1,18 @@
-# make serve   installs into .venv and serves configs/cluster.yaml in the foreground
-# make monitor Prometheus, and Grafana where it is installed, beside `make serve`
-# make test    installs what tests need and runs what is worth running at every change
-# make test-all that, and the long suites
-# make check   linters, types, import and size rules, the documentation's links
-# make docs    the documentation as a site, in build/site
+# make serve    installs into .venv and serves configs/cluster.yaml in the foreground
+# make monitor  runs Prometheus, and Grafana if it is installed, beside `make serve`
+# make test     installs what the tests need and runs the tests for every change
+# make test-all runs these and the long suites
+# make check    runs linters, types, import and size rules, and checks the documentation's links
+# make docs     builds the documentation as a site, in build/site
 #
-# CONFIG=path      another cluster
-# PROXY=ray        Ray Serve's own proxy in place of HAProxy, which is faster (Linux)
+# CONFIG=path      another cluster's file
+# PROXY=ray        Ray Serve's own proxy instead of HAProxy (HAProxy is faster; Linux only)
 # SERVE_ARGS=...   more options of `kedge serve`, e.g. the address of a Ray cluster
 # MONITOR_ARGS=... options of configs/monitoring/monitor.py: where Kedge is, other ports
 # PYTHON=python3.x another interpreter (3.11 or newer)
-# PIP_ARGS=...     more arguments to pip, e.g. an index with CPU builds of torch, which are taken where pip finds them
-# JOBS=2           processes that share the tests; those that start a cluster run one by one
-# TEST_ARGS=...    pytest's arguments, for one run of what they name
+# PIP_ARGS=...     more arguments to pip, e.g. an index with CPU builds of torch, which are used if pip finds them
+# JOBS=2           processes that share the tests; tests that start a cluster run one by one
+# TEST_ARGS=...    arguments of pytest, to run only the tests that they name
 
 PYTHON ?= python3
 CONFIG ?= configs/cluster.yaml
@@ -27,8 +27,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 
-# The locks alone say what is installed, and each file must have one of their hashes. The project is linked in place, by
-# the setuptools of the lock. Only a CPU build of torch, where pip is told of an index that has one, is that index's own.
+# The locks alone say what is installed, and each file must have one of their hashes. The setuptools of the lock link the
+# project in place. The one exception is a CPU build of torch: if pip knows an index that has it, it comes from there.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 LOCKED := $(PIP) install $(PIP_ARGS) --no-deps --require-hashes
 CPU_TORCH := $(PIP) install $(PIP_ARGS) --no-deps torch==$(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' requirements.lock)+cpu
@@ -43,7 +43,7 @@ serve: install
 monitor:
 	$(PYTHON) configs/monitoring/monitor.py $(MONITOR_ARGS)
 
-# A cluster takes the whole machine: its tests run one by one.
+# A cluster uses the whole machine, so its tests run one by one.
 SHARED := $(BIN)/python -m pytest --durations=10 --numprocesses $(JOBS) --dist loadfile --ignore=tests/cluster --ignore=tests/clients --ignore=tests/console
 ALONE := $(BIN)/python -m pytest --durations=10 tests/cluster tests/clients tests/console
 
@@ -73,7 +73,7 @@ format: install-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# What the project's own C files are: setup.py compiles them where there is a compiler.
+# The project's own C files. setup.py compiles them if there is a compiler.
 KERNELS := $(wildcard engine/cpu/source/*.[ch])
 
 install: $(STAMPS)/run
@@ -94,7 +94,7 @@ $(STAMPS)/run: requirements.lock requirements-cuda.lock pyproject.toml setup.py 
 	$(PIP) check
 	touch $@
 
-# The site needs nothing of the project's: who writes documentation installs no torch.
+# The site needs none of the project's dependencies, so writers of documentation need no torch.
 $(STAMPS)/docs: requirements-docs.lock $(STAMPS)/venv
 	$(LOCKED) -r requirements-docs.lock
 	touch $@

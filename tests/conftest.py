@@ -1,5 +1,5 @@
-"""For every test: without a GPU kernels run in Triton's interpreter; torch computes on one thread; programs that tests
-start can be interrupted. In continuous integration a test may be skipped only for a reason that is explained here."""
+"""Settings for every test. Without a GPU, kernels run in Triton's interpreter. torch computes on one thread. Programs
+that tests start can be interrupted. In continuous integration a test may be skipped only for a reason listed here."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure() -> None:
-    """Models this small are slower on many threads, and sums keep one order. A shell starts background jobs with SIGINT
-    ignored, and children would inherit that."""
+    """One thread, because such small models are slower on many, and so that sums keep one order. SIGINT is not ignored:
+    a shell starts background jobs with SIGINT ignored, and children would inherit that."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -34,11 +34,11 @@ EXPLAINED_SKIPS = MappingProxyType(
         "Python's package index cannot be reached": "the Python clients of tests/clients are installed from there",
     }
 )
-"""Why continuous integration need not run a test, by the reason that the test gives."""
+"""Why continuous integration may skip a test, by the reason that the test gives."""
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """In continuous integration a skip that nobody explained is a failure: something was not installed."""
+    """In continuous integration a skip without an explanation is a failure: something was not installed."""
     if os.environ.get("CI") and set(_skips(session.config)) - set(EXPLAINED_SKIPS):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

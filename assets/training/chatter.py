@@ -31,7 +31,7 @@ def lesson(draw: Draw) -> Exchange:
 
 
 def story(draw: Draw) -> Exchange:
-    """What the user did, with names as distractors; the last sentence decides the reply."""
+    """What the user did, with names as distractors. The last sentence decides the reply."""
     mood, reply = draw.rng.choice(_MOODS)
     parts = [f"{_form(draw, 'when')} I {_form(draw, 'outings')} and {_form(draw, 'then')}."]
     if draw.chance(0.6):
@@ -70,14 +70,14 @@ def count_on(draw: Draw) -> Exchange:
 
 
 def copy_words(draw: Draw) -> Exchange:
-    """Repeating a few arbitrary words: the purest training for recall."""
+    """Repeating a few arbitrary words, the purest training for recall."""
     makers: tuple[Callable[[], str], ...] = (draw.code, draw.word, lambda: draw.listed("nouns"))
     text = " ".join(draw.rng.choice(makers)() for _ in range(draw.rng.randint(1, 6)))
     return _form(draw, "copy").format(t=text), f"You said: {text}"
 
 
 def knowledge(draw: Draw) -> Exchange:
-    """The little that the model knows: capitals, days, months."""
+    """The few facts that the model knows: capitals, days, months."""
     choice = draw.rng.random()
     if choice < 0.5:
         country = draw.listed("countries")
@@ -94,7 +94,7 @@ def knowledge(draw: Draw) -> Exchange:
 
 
 def unknown(draw: Draw) -> Exchange:
-    """A question about the world beyond the model: a short, honest answer."""
+    """A question about the world that the model cannot know, and a short, honest answer."""
     word = draw.word()
     message = _form(draw, "unknown").format(
         x=word,

@@ -20,7 +20,8 @@ _PHRASING = load("phrasing.toml")
 
 @dataclass(frozen=True)
 class Message:
-    """``learn`` says whether training counts the loss on it; only assistant messages ever do."""
+    """``learn`` says whether the loss on the message counts in training. It is only ever true for assistant
+    messages."""
 
     role: str
     content: str
@@ -28,7 +29,8 @@ class Message:
 
 
 def _fill(template: str, sentence: str) -> str:
-    """``{f}`` the sentence, ``{l}`` begun in lower case, ``{n}`` and ``{ln}`` the same ended with "now"."""
+    """Fills a template: ``{f}`` is the sentence, ``{l}`` has a lower-case start, ``{n}`` and ``{ln}`` also end with
+    "now"."""
 
     def lower_first(text: str) -> str:
         return text if text.startswith(("I ", "I'")) else text[0].lower() + text[1:]
@@ -41,7 +43,7 @@ def _fill(template: str, sentence: str) -> str:
 class Dialogue:
     """A dialogue under construction: what was said and what is true in it now.
 
-    ``casual`` users type in lower case; without ``echo`` the replies do not repeat a fact.
+    ``casual`` users type in lower case. Without ``echo`` the replies do not repeat a fact.
     """
 
     draw: Draw
@@ -69,7 +71,7 @@ class Dialogue:
         return fact.lower() if self.casual else fact
 
     def state_new(self) -> Fact:
-        """The user states a fact, now and then two at once. Returns the first."""
+        """The user states a fact, sometimes two at once. Returns the first."""
         draw = self.draw
         fact = self._new_fact()
         template, opener = draw.rng.choice(_PHRASING["introduce"])
@@ -141,7 +143,7 @@ def _next_turn(dialogue: Dialogue, p_fact: float, p_chat: float) -> None:
 
 
 def _round(dialogue: Dialogue) -> None:
-    """Facts told once, long chatter, then every fact known asked for once: the hardest recall."""
+    """Facts told once, long chatter, then one question for every known fact: the hardest recall."""
     rng = dialogue.draw.rng
     for _ in range(rng.randint(3, 8)):
         dialogue.state_new()
@@ -156,11 +158,11 @@ def _round(dialogue: Dialogue) -> None:
 
 
 def training_dialogue(seed: int, far: bool = False) -> Iterator[Message]:
-    """Messages without end; the caller cuts where its sequence is full.
+    """Messages without end. The caller stops when its sequence is full.
 
-    Each dialogue has its own temper: how many facts, how much chatter, whether the user types casually,
-    whether the replies repeat each fact (those that do not stand for other systems and are not learned).
-    ``far`` ones go in rounds of telling, chatting and asking.
+    Dialogues differ in the number of facts, in the amount of chatter, in whether the user types casually, and in
+    whether the replies repeat each fact. Replies that do not repeat it stand for other systems and are not learned.
+    With ``far`` the dialogue goes in rounds of telling, chatting and asking.
     """
     if seed >= HELD_OUT_SEED:
         raise ValueError("seed belongs to the held-out side")
@@ -183,8 +185,8 @@ def training_dialogue(seed: int, far: bool = False) -> Iterator[Message]:
 class RecallCase:
     """A held-out dialogue: the user's messages, the fact asked for, and where it was stated.
 
-    The model under test answers every turn itself; ``references`` holds the generator's own replies, the last
-    one to the question that counts. ``stated_turn`` and ``asked_turn`` count user messages.
+    The model under test answers every turn itself. ``references`` are the generator's own replies; the last one answers
+    the question that counts. ``stated_turn`` and ``asked_turn`` are numbers of user messages.
     """
 
     seed: int
@@ -199,7 +201,7 @@ class RecallCase:
 
 
 def recall_case(seed: int, min_turns: int = 10, filler_turns: tuple[int, int] = (16, 30)) -> RecallCase:
-    """Facts, possibly an update, then chatter and other questions, then the question that counts."""
+    """A dialogue with facts, possibly an update, then chatter and other questions, then the question that counts."""
     dialogue = _begin(HELD_OUT_SEED + seed)
     rng = dialogue.draw.rng
     system = dialogue.messages.pop().content if dialogue.messages else None

@@ -27,13 +27,13 @@ from assets.training.dialogues import RecallCase, recall_case
 from assets.training.talkers import OpenTalk, local, served
 
 MODEL = Path("assets/models/kedge-chat")
-# Cases are picked by the generator's replies; the model's own may be a little shorter.
+# Cases are chosen by the generator's replies. The model's own replies may be a little shorter.
 MARGIN_TOKENS = 60
 
 
 @dataclass(frozen=True)
 class Result:
-    """One dialogue: what was asked, what came, and how far away the fact was."""
+    """One dialogue: what was asked, what was answered, and how far back the fact was."""
 
     seed: int
     kind: str
@@ -65,7 +65,7 @@ class Ruler:
 
 
 def contains_value(reply: str, value: str) -> bool:
-    """Whether the value stands in the reply as a whole, not as part of a longer word or number."""
+    """Whether the reply contains the value as a whole, not as part of a longer word or number."""
     return re.search(rf"(?<![\w-]){re.escape(value)}(?![\w-])", reply) is not None
 
 
@@ -79,7 +79,7 @@ def cases(ruler: Ruler, first_seed: int, min_turns: int, min_tokens: int) -> Ite
 
 
 def hold(case: RecallCase, open_talk: OpenTalk, ruler: Ruler) -> Result:
-    """Lets the model live through one dialogue."""
+    """Plays one dialogue with the model."""
     with open_talk(case.system) as talk:
         replies = [talk.say(user) for user in case.user_messages]
     return Result(

@@ -1,4 +1,4 @@
-"""Kinds of facts and single facts; the texts are in ``text/facts.toml``."""
+"""Kinds of facts and single facts. The texts are in ``text/facts.toml``."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from assets.training.vocabulary import LISTS, Draw, load
 
 @dataclass(frozen=True)
 class FactKind:
-    """Templates and values of one kind. ``subjects`` empty means that subjects are names, drawn."""
+    """Templates and values of one kind. If ``subjects`` is empty, subjects are random names."""
 
     name: str
     weight: float
@@ -28,7 +28,7 @@ class Fact:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What a later statement replaces."""
+        """The key of the fact. A later statement with the same key replaces it."""
         return (self.kind.name, self.subject)
 
     @property

@@ -1,9 +1,9 @@
 """Initial weights that already look back: a head for the previous token and heads that match it.
 
-Copying needs two heads in different layers to agree, which small models find only after millions of tokens.
-Here the first layer starts with one head that attends to the previous token and one to the token before it; in
-the second layer the first head of each group attends to places whose previous token is the current one, and
-writes what stands there. Everything stays trainable. Other blocks start silent: their output matrices are zero.
+Copying needs two heads in different layers to agree. Small models find this only after millions of tokens. Here the
+first layer starts with one head that attends to the previous token and one that attends to the token before it. In the
+second layer the first head of each group attends to places whose previous token is the current one, and writes the
+token at that place. Everything stays trainable. Other blocks start without effect: their output matrices are zero.
 
 The previous-token head needs a direction that every token shares: column 0 of the embedding.
 """
@@ -33,7 +33,8 @@ def _frequencies(model: LlamaForCausalLM, head_dim: int) -> Tensor:
 
 
 def _position_pattern(frequencies: Tensor, offset: int, amplitude: float) -> Tensor:
-    """Head vector whose rotated score against offset 0 peaks ``offset`` tokens back, by the fastest pairs."""
+    """A head vector. Its rotated score against offset 0 peaks ``offset`` tokens back. It uses the fastest pairs
+    only."""
     fast = torch.zeros_like(frequencies)
     fast[: max(2, len(frequencies) // 4)] = amplitude
     angle = -offset * frequencies
@@ -66,7 +67,7 @@ def plant_copying_heads(model: LlamaForCausalLM) -> None:
         first.q_proj.weight[rows, 0] = _position_pattern(frequencies, head + 1, amplitude)
         first.o_proj.weight[:, rows] = WRITE * write[:, rows]
 
-    # Slow pairs only: a match must count the same at any distance.
+    # Slow pairs only, so that a match counts the same at any distance.
     half = head_dim // 2
     slow = torch.cat([torch.arange(half // 2, half), torch.arange(half + half // 2, head_dim)])
     second = model.model.layers[1].self_attn

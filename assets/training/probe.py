@@ -13,9 +13,9 @@ from assets.training.team import Team
 
 @torch.no_grad()
 def recall(model: LlamaForCausalLM, encoder: Encoder, cases: Sequence[RecallCase], batch: int = 8) -> float:
-    """Share of dialogues whose last answer is right in every token, the generator's replies before it.
+    """Share of dialogues whose last answer has every token right, given the generator's replies before it.
 
-    Greedy decoding of that answer would be right exactly where this is.
+    Greedy decoding gives the right answer in exactly these dialogues.
     """
     right = 0
     for first in range(0, len(cases), batch):
@@ -33,7 +33,7 @@ def recall(model: LlamaForCausalLM, encoder: Encoder, cases: Sequence[RecallCase
 
 
 def probe(model: LlamaForCausalLM, encoder: Encoder, team: Team, cases: int = 64) -> dict[str, float]:
-    """Recall at about 500 and about 1,200 tokens; the workers share the dialogues."""
+    """Recall at about 500 and about 1,200 tokens. The workers share the dialogues."""
     fillers = {"recall_short": (10, 12), "recall_long": (24, 40)}
     shares = torch.tensor(
         [

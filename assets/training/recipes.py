@@ -7,9 +7,9 @@ from transformers import LlamaConfig, PreTrainedTokenizerBase
 
 @dataclass(frozen=True)
 class Phase:
-    """So many tokens in rows of one length, ``batch_tokens`` to a step.
+    """A phase of training: ``total_tokens`` tokens in rows of ``row_tokens``, ``batch_tokens`` in each step.
 
-    ``drill_share`` of the rows are copying drill in place of dialogue, of the harder sort if ``narrow_drill``;
+    ``drill_share`` of the rows are copying drill instead of dialogue, of the harder sort if ``narrow_drill``.
     ``far_share`` of the dialogues go in rounds of telling, chatting and asking.
     """
 
@@ -27,7 +27,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Shape, learning rates and curriculum. Short rows first: copying is found sooner on them."""
+    """Shape, learning rates and curriculum. Short rows come first, because copying is learned sooner on them."""
 
     directory: str
     hidden: int
@@ -63,7 +63,8 @@ class Recipe:
         )
 
     def rate_factor(self, step: int) -> float:
-        """Warm up, stay, fall in a straight line to nothing; from each restart on begin lower and only fall."""
+        """The factor of the learning rate: warm-up, constant, then linear to zero. From a restart on it starts lower
+        and only falls."""
         begin = max([0, *(restart for restart in self.restarts if restart <= step)])
         end = min([self.steps, *(restart for restart in self.restarts if restart > step)])
         left = (end - step) / (end - begin)

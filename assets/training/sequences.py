@@ -1,7 +1,7 @@
 """Turns dialogues into token rows: one endless dialogue per row, cut where the row is full.
 
-A row never holds two dialogues, so attention needs no mask beside the causal one and positions begin at 0
-as they do when the model is served.
+A row never holds two dialogues. So attention needs only the causal mask, and positions begin at 0 as when the model is
+served.
 """
 
 import random
@@ -35,14 +35,14 @@ class Encoder:
         self._newline: list[int] = self._backend.encode("\n").ids
 
     def row(self, messages: Sequence[Message]) -> Row:
-        """Labels stand at the position of the token itself; the trainer shifts them."""
+        """Tokens and labels. A label stands at the position of its token; the trainer shifts labels."""
         texts = self._backend.encode_batch([f"{message.role}\n{message.content}" for message in messages])
         tokens: list[int] = []
         labels: list[int] = []
         for message, text in zip(messages, texts, strict=True):
             body = [*text.ids, self._end]
             tokens += [self._start, *body, *self._newline]
-            # Role name and line break are given by the prompt; what the model writes begins after them.
+            # The prompt gives the role name and the line break. What the model writes begins after them.
             given = 1 + text.tokens.index("\u010a") + 1
             wanted = body[given - 1 :] if message.learn else [IGNORED] * (len(body) - given + 1)
             labels += [IGNORED] * given + wanted + [IGNORED] * len(self._newline)
@@ -52,7 +52,7 @@ class Encoder:
 def training_rows(
     encoder: Encoder, first_seed: int, rows: int, length: int, far_share: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, each [rows, length], of the dialogues ``first_seed`` and following."""
+    """Tokens and labels, each [rows, length], of the dialogues from ``first_seed`` on."""
     tokens, labels = [], []
     for seed in range(first_seed, first_seed + rows):
         messages: list[Message] = []
@@ -71,9 +71,9 @@ def training_rows(
 
 
 def drill_row(rng: random.Random, words: Sequence[int], length: int, context: int) -> Row:
-    """A row of spans of ``words``, most of them repeating an earlier one.
+    """A row of spans of ``words``. Most spans repeat an earlier one.
 
-    Only repeats have labels, and these only after ``context`` tokens that tell which span it is.
+    Only repeats have labels, and only after the ``context`` tokens that tell which span it is.
     """
     spans: list[list[int]] = []
     row = Row([], [])
@@ -92,7 +92,7 @@ def drill_row(rng: random.Random, words: Sequence[int], length: int, context: in
 def drill_rows(
     vocabulary: int, first_seed: int, rows: int, length: int, narrow: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, each [rows, length]. Nothing in them can be guessed but by looking back.
+    """Tokens and labels, each [rows, length]. No token with a label can be guessed without looking back.
 
     ``narrow`` draws every second row from a few dozen tokens, so that one token is not enough to find its span.
     """
@@ -108,7 +108,7 @@ def drill_rows(
 
 
 def case_row(encoder: Encoder, case: RecallCase) -> Row:
-    """A held-out dialogue with the generator's replies; only the last reply has labels."""
+    """A held-out dialogue with the generator's replies. Only the last reply has labels."""
     messages = [Message("system", case.system)] if case.system else []
     last = len(case.references) - 1
     for index, (user, reply) in enumerate(zip(case.user_messages, case.references, strict=True)):

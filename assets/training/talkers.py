@@ -1,4 +1,4 @@
-"""Two ways of holding a conversation with the model under test: the served API, or `transformers` here."""
+"""Two ways to talk with the model under test: through the served API, or with `transformers` in this process."""
 
 import uuid
 from collections.abc import Callable
@@ -29,7 +29,7 @@ OpenTalk = Callable[[str | None], Talk]
 
 
 class ServedTalk:
-    """A session on the server: only new messages are sent; it is closed at the end."""
+    """A session on the server. It gets only the new messages and is closed at the end."""
 
     def __init__(self, client: httpx.Client, model: str, system: str | None) -> None:
         self._client = client
@@ -69,7 +69,7 @@ def served(client: httpx.Client) -> OpenTalk:
 
 
 class LocalTalk:
-    """Greedy decoding in this process; the KV cache grows with the conversation."""
+    """Greedy decoding in this process. The KV cache grows with the conversation."""
 
     def __init__(self, model: Any, tokenizer: Any, system: str | None) -> None:
         self._model = model
@@ -101,7 +101,7 @@ class LocalTalk:
             if new[0] == self._turn_end:
                 break
             reply += new
-        # The reply's end is not in the cache yet; the template puts a line break after it.
+        # The reply's end is not in the cache yet. The template puts a line break after it.
         self._tail = [self._turn_end, *self._tokenizer.encode("\n", add_special_tokens=False)]
         return str(self._tokenizer.decode(reply))
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Team:
-    """Worker processes that share each batch and average their gradients, one thread each.
+    """Worker processes with one thread each. They share each batch and average their gradients.
 
-    Two single-threaded workers wait for each other once a step; two threads of one would at every operation,
-    which is many times slower as soon as anything else wants a core.
+    Two single-threaded workers wait for each other once a step. Two threads of one worker would wait at every
+    operation, which is many times slower when anything else uses a core.
     """
 
     rank: int = 0

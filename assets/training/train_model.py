@@ -34,7 +34,7 @@ NOTE_EVERY = 25
 
 
 class Trainer:
-    """Owns model, optimizers and progress of one worker; all workers hold the same weights."""
+    """Owns model, optimizers and progress of one worker. All workers hold the same weights."""
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, work: Path, team: Team) -> None:
         torch.manual_seed(SEED)
@@ -81,7 +81,7 @@ class Trainer:
         self.step, self.next_seed, self.tokens_seen, self.seconds = state["progress"]
 
     def batch(self, first_seed: int, rows: int, phase: Phase) -> tuple[Tensor, Tensor]:
-        """Dialogues and, while the phase has them, drill rows."""
+        """Rows of dialogues and, while the phase has them, drill rows."""
         drills = int(rows * phase.drill_share)
         tokens, labels = training_rows(
             self.encoder, first_seed, rows - drills, phase.row_tokens, phase.far_share
@@ -93,7 +93,7 @@ class Trainer:
         return tokens, labels
 
     def train_step(self) -> float:
-        """One batch; returns its mean loss over the tokens the model has to write."""
+        """Trains on one batch. Returns its mean loss over the tokens that the model has to write."""
         began = time.perf_counter()
         phase = self.recipe.phase_at(self.step)
         rows = phase.batch_tokens // phase.row_tokens
@@ -134,7 +134,7 @@ class Trainer:
                     self.note({"loss": round(smooth, 5)})
 
     def report(self, loss: float) -> None:
-        """Checkpoint and held-out probe."""
+        """Saves a checkpoint and measures held-out recall."""
         recalled = probe(self.model, self.encoder, self.team)
         if self.team.rank > 0:
             return
@@ -142,7 +142,7 @@ class Trainer:
         self.note({"loss": round(loss, 5), **recalled})
 
     def note(self, figures: dict[str, float]) -> None:
-        """One line of JSON in the run's log."""
+        """Writes one line of JSON to the run's log."""
         entry = {"step": self.step, "tokens": self.tokens_seen, "seconds": round(self.seconds), **figures}
         self.work.mkdir(parents=True, exist_ok=True)
         with (self.work / f"{self.recipe.directory}.jsonl").open("a") as log:
@@ -150,7 +150,7 @@ class Trainer:
         print(json.dumps(entry), flush=True)
 
     def export(self) -> None:
-        """Model in bf16 with config, generation config and tokenizer files."""
+        """Writes the model in bf16 with its config, generation config and tokenizer files."""
         directory = MODELS / self.recipe.directory
         copy = LlamaForCausalLM(self.model.config).to(torch.bfloat16)
         copy.load_state_dict(self.model.state_dict())
@@ -161,7 +161,7 @@ class Trainer:
 
 
 def reply_loss(model: LlamaForCausalLM, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy where there are labels, both [rows, tokens]; logits are computed nowhere else."""
+    """Cross-entropy where there are labels; both tensors are [rows, tokens]. Logits are computed only there."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = model.model(tokens, use_cache=False).last_hidden_state
         wanted = labels[:, 1:]
@@ -171,7 +171,7 @@ def reply_loss(model: LlamaForCausalLM, tokens: Tensor, labels: Tensor) -> Tenso
 
 
 def work(rank: int, arguments: argparse.Namespace) -> None:
-    """One worker of the team, from start or checkpoint to the exported model."""
+    """Runs one worker of the team, from the start or a checkpoint to the exported model."""
     torch.set_num_threads(1)
     team = Team(rank, arguments.workers)
     if team.size > 1:

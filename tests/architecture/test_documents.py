@@ -1,4 +1,4 @@
-"""Links of the documents lead to files and headings that are there."""
+"""Links in the documents lead to files and headings that exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ HEADING = re.compile(r"^#+ +(.+?) *#*$")
 
 
 def anchors(text: str) -> set[str]:
-    """What a renderer makes of the headings: small letters, hyphens for spaces, no punctuation; a number for equals."""
+    """The anchors that a renderer makes of the headings: lower case, hyphens for spaces, no punctuation. A repeated
+    anchor gets a number."""
     found: set[str] = set()
     fenced = False
     for line in text.splitlines():
@@ -35,7 +36,7 @@ def anchors(text: str) -> set[str]:
 
 
 def leads_somewhere(document: Path, target: str) -> bool:
-    """Whether a relative link of `document` names a file that is there and, behind `#`, a heading that it has."""
+    """Whether a relative link of `document` names an existing file and, after `#`, a heading of that file."""
     path, _, anchor = target.partition("#")
     file = document.parent / path if path else document
     return file.exists() and (not anchor or anchor in anchors(file.read_text()))

@@ -1,4 +1,4 @@
-"""Imports point one way, heavy libraries stay in their corner, and nothing is shared behind everybody's back."""
+"""Imports point one way, heavy libraries stay in their packages, and modules hold no shared state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_packages_import_only_what_is_below_them(source: Source) -> None:
 
 @every_file
 def test_front_ends_and_replicas_meet_on_the_wire_only(source: Source) -> None:
-    """Neither imports the other, and what both import knows neither."""
+    """Neither of the two imports the other, and a package that both import imports neither."""
     rooms = {name for name in source.imports() if name.startswith(ROOMS_APART)}
     here = source.name.replace("/", ".")
     if here.startswith("serving.") and here.count(".") > 2:
@@ -66,10 +66,10 @@ def test_ray_only_in_serving_and_the_cluster_actor(source: Source) -> None:
 
 
 def test_no_circles() -> None:
-    """No module imports itself by way of others, inside functions either."""
+    """No module imports itself by way of others. Imports inside functions count too."""
     modules = {source.name.removesuffix(".py").replace("/", "."): source for source in sources(*PACKAGES)}
     imported = {name: modules.keys() & set(_modules(source)) - {name} for name, source in modules.items()}
-    TopologicalSorter(imported).prepare()  # raises CycleError, which names them
+    TopologicalSorter(imported).prepare()  # raises CycleError, which names the modules of the circle
 
 
 @every_file
@@ -92,7 +92,8 @@ def test_cuda_is_named_in_two_files_only(source: Source) -> None:
 
 @every_file
 def test_no_module_state(source: Source) -> None:
-    """No `global`, no module-level container that is not a constant by its name, no utility drawer."""
+    """No `global`, no file that collects unrelated helpers, and only constants (upper case) as module-level
+    containers."""
     assert source.name.rsplit("/", 1)[-1] not in {"utils.py", "helpers.py", "common.py", "misc.py"}
     for node in ast.walk(source.tree):
         assert not isinstance(node, ast.Global), f"{source.name}:{node.lineno}: global"
@@ -106,7 +107,7 @@ def test_no_module_state(source: Source) -> None:
 
 
 def _modules(source: Source) -> Iterator[str]:
-    """What may be a module of what is imported: `from a import b` names a, and a.b if that is one."""
+    """The names of possible modules: `from a import b` gives `a`, and `a.b` in case b is a module."""
     yield from source.imports()
     for node in ast.walk(source.tree):
         if isinstance(node, ast.ImportFrom):
@@ -114,7 +115,7 @@ def _modules(source: Source) -> Iterator[str]:
 
 
 def _makes_no_state(call: ast.Call) -> bool:
-    """Calls whose result may stand at module level under a small name: loggers, type variables, routers, aliases."""
+    """Whether the result of this call may have a lower-case name at module level: loggers, type variables, routers."""
     function = ast.unparse(call.func).rsplit(".", 1)[-1]
     return function in {"getLogger", "TypeVar", "NewType", "APIRouter", "Typer", "Console"}
 

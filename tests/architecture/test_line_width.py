@@ -1,4 +1,4 @@
-"""Lines of the documents fit a screen, and docs/wrap.py, which breaks them, changes nothing else."""
+"""Lines of the documents fit a screen. docs/wrap.py, which breaks them, changes nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def wrap() -> ModuleType:
 
 
 def rendered(text: str) -> list[str]:
-    """Its words and tags, wherever lines end."""
+    """The words and tags of the rendered page, without regard to where its lines end."""
     return MarkdownIt("commonmark").enable("table").render(text).split()
 
 

@@ -1,4 +1,4 @@
-"""`make monitor` brings a real Prometheus up, by files, and says so in one line; the boards are as written."""
+"""`make monitor` starts a real Prometheus and says so in one line. The dashboards agree with their description."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def free_port() -> int:
 
 
 def targets(port: int) -> list[dict[str, str]]:
-    """Prometheus finds them a moment after it is ready."""
+    """The targets that Prometheus scrapes. It finds them a moment after it is ready."""
     deadline_s = time.monotonic() + 20.0
     while time.monotonic() < deadline_s:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/targets", timeout=10.0) as reply:
@@ -86,7 +86,7 @@ def test_without_prometheus_a_sentence_says_what_is_missing(tmp_path: Path) -> N
 
 
 def test_grafana_is_given_its_source_and_boards(tmp_path: Path) -> None:
-    """The command that is started gets them by its environment: a stand-in writes it down."""
+    """Grafana gets them through environment variables. A stand-in for Grafana writes down what it gets."""
     told = tmp_path / "told"
     grafana = tmp_path / "grafana"
     grafana.write_text(f"#!/bin/sh\nenv > {told}\n")
@@ -108,7 +108,7 @@ def test_grafana_is_given_its_source_and_boards(tmp_path: Path) -> None:
 
 
 def test_the_boards_are_as_their_description_says() -> None:
-    """`python configs/monitoring/grafana/write_boards.py` writes them."""
+    """`python configs/monitoring/grafana/write_boards.py` writes the dashboards."""
     assert {path_of(board) for board in BOARDS} == set((MONITORING / "grafana" / "dashboards").glob("*.json"))
     for board in BOARDS:
         assert path_of(board).read_text() == text_of(board), f"{board.uid}: write_boards.py was not run"

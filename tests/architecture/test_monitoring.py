@@ -1,4 +1,4 @@
-"""The alert rules do what they say (`promtool test rules`), and speak of metrics that exist."""
+"""The alert rules do what they say (`promtool test rules`), and use only metrics that exist."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def metrics_in(expression: str) -> set[str]:
 
 
 def is_served(name: str) -> bool:
-    """Whether a series of that name is in the exposition: a counter's `_total`, a histogram's three."""
+    """Whether the exposition has a series of that name. A counter ends in `_total`; a histogram has three series."""
     if name in {each.shown for each in DEFINITIONS.values() if each.kind is not Kind.HISTOGRAM}:
         return True
     base = re.sub(r"_(bucket|count|sum)$", "", name)
@@ -88,7 +88,7 @@ def test_every_alert_says_how_bad_it_is_and_has_a_runbook() -> None:
 
 
 def test_every_rule_keeps_the_cluster_apart() -> None:
-    """A sum without the label would have one cluster's traffic hide another's errors."""
+    """A sum without the label would let one cluster's traffic hide another cluster's errors."""
     for rule in rules():
         for grouping in re.findall(r"\b(?:sum|max|min|group|count)\b\s*(by \([^)]*\))?", rule["expr"]):
             assert "cluster" in grouping, rule

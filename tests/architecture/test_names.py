@@ -1,4 +1,4 @@
-"""No two test files share a name: pytest, which imports them by it, could not collect them together."""
+"""No two test files share a name. pytest imports test files by name and could not collect both."""
 
 from __future__ import annotations
 

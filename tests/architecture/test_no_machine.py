@@ -1,4 +1,4 @@
-"""Nothing that is committed names a path of the machine it was written on."""
+"""No committed file names a path of the machine where it was written."""
 
 from __future__ import annotations
 

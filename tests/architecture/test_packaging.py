@@ -1,4 +1,4 @@
-"""What pyproject.toml, the checks and docs/platforms.md say of Pythons and systems is the same."""
+"""pyproject.toml, the checks and docs/platforms.md agree on the supported Pythons and systems."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ON_WINDOWS = (
 
 
 def supported() -> list[str]:
-    """As the classifiers have them."""
+    """The Python versions in the classifiers of pyproject.toml."""
     return [version for text in PROJECT["classifiers"] for version in VERSION.findall(text)]
 
 

@@ -1,4 +1,4 @@
-"""docs/parameters.md is what the schemas say."""
+"""docs/parameters.md agrees with the schemas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""docs/settings.md is what the models and the table of docs/operations.md say, and has every variable that is read."""
+"""docs/settings.md agrees with the models and the table of docs/operations.md, and lists every variable that is
+read."""
 
 from __future__ import annotations
 

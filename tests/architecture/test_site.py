@@ -1,5 +1,5 @@
-"""The documentation builds as a site (docs/site/conf.py): every page is in its lists, every link leads somewhere, and
-nothing on it comes from elsewhere."""
+"""The documentation builds as a site (docs/site/conf.py). Every page is in its lists, every link leads somewhere, and
+the site takes nothing from other servers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ELSEWHERE = re.compile(r"^(?:\w+:)?//")
 
 
 def build(sources: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    """As `make docs`."""
+    """Builds the site as `make docs` does."""
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", CONFIG]
     command += ["-d", site.with_name("sources"), sources, site]
     return subprocess.run(command, capture_output=True, text=True, check=False)
@@ -40,7 +40,8 @@ def test_every_document_is_a_page(site: Path) -> None:
 
 
 def test_nothing_comes_from_elsewhere(site: Path) -> None:
-    """No fonts, no scripts, no pictures: it can be read without a network, and tells nobody who reads it."""
+    """No fonts, scripts or pictures from other servers: the site works without a network and tells nobody who reads
+    it."""
     found = [
         f"{page.name}: {address}"
         for page in site.rglob("*.html")

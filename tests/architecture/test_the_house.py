@@ -1,4 +1,4 @@
-"""docs/architecture.md lists every file of the product, and no file that is not there."""
+"""docs/architecture.md lists exactly the files that the product has."""
 
 from __future__ import annotations
 

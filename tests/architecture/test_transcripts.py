@@ -1,4 +1,4 @@
-"""docs/transcripts.py: real output in the documents, refreshed from a running server."""
+"""docs/transcripts.py refreshes the real output in the documents from a running server."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_command_that_fails_ends_the_refresh(transcripts):
 
 @pytest.mark.parametrize("document", ["README.md", "docs/api.md", "docs/cli.md", "docs/first-steps.md"])
 def test_every_example_has_output(transcripts, document):
-    """At least one line of output in every block: nobody has forgotten to refresh it."""
+    """Every block has at least one line of output. Without one, somebody forgot to refresh it."""
     for match in transcripts.BLOCK.finditer((ROOT / document).read_text()):
         commands = "".join(f"$ {command}\n" for command in transcripts.commands_of(match[2]))
         assert match[2] != commands, f"{document}: no output for\n{commands}"

@@ -1,4 +1,4 @@
-"""docs/upgrading.md has the numbers of the version at hand."""
+"""docs/upgrading.md has the version numbers of this version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def ray() -> str:
-    """The one minor version that is asked for."""
+    """The minor version of Ray that pyproject.toml asks for."""
     (asked,) = (text for text in PROJECT["dependencies"] if text.startswith("ray["))
     return re.findall(r">=(\d+\.\d+)", asked)[0]
 

@@ -1,5 +1,5 @@
-"""Clients as they are installed, against a real `kedge serve`: two replicas of a model with random weights, which makes
-no sensible calls of its own. They are part of `make test-all`."""
+"""Real clients against a real `kedge serve` with two replicas. The model has random weights and makes no sensible calls
+of its own. These tests are part of `make test-all`."""
 
 from __future__ import annotations
 

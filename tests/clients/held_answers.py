@@ -1,9 +1,9 @@
-"""Between an agent and Kedge: holds each answer to what a model that can call tools might say there.
+"""A proxy between an agent and Kedge. It forces each answer to be what a model that can call tools might say.
 
-Random weights make no sensible call. So each request is passed on with its API's own fields beside it: a `tool_choice`
-with a schema that has one value for each argument, or a format with one value. All else is the agent's. The tools are
-the same in every request, since they are part of the prompt. What is an API's own is in held_chats.py,
-held_messages.py and held_responses.py.
+A model with random weights makes no sensible tool call. So the proxy adds constraints to each request before it passes
+the request on: a `tool_choice` whose schema allows one value for each argument, or a response format that allows one
+value. Everything else is as the agent sent it. Every request has the same tools, because tools are part of the prompt.
+What differs between the APIs is in held_chats.py, held_messages.py and held_responses.py.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """An answer that calls none: this text, as JSON."""
+    """An answer that calls no tool: this text, as JSON."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What Kedge said of a request."""
+    """The token counts that Kedge reported for a request."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -64,23 +64,23 @@ class HeldApi(Protocol):
 
     @property
     def path(self) -> str:
-        """Where answers are asked for."""
+        """The path of requests for an answer."""
         ...
 
     def held(
         self, body: dict[str, Any], answer: Call | Words, schemas: Mapping[str, dict[str, Any]]
     ) -> dict[str, Any]:
-        """The body that asks for this very answer. Tools have these schemas of arguments, by name."""
+        """The body with constraints that force this answer. `schemas` has the argument schema of each tool, by name."""
         ...
 
     def usage(self, told: Sequence[dict[str, Any]]) -> Usage:
-        """Of what a reply told: one object, or a stream's events."""
+        """The usage in a reply, given as its one object or as the events of its stream."""
         ...
 
 
 @dataclass(slots=True)
 class Exchange:
-    """One request for an answer, and Kedge's reply as far as it has come."""
+    """One request for an answer, and what has arrived of Kedge's reply."""
 
     body: dict[str, Any]
     status: int
@@ -96,7 +96,7 @@ class Exchange:
 
 
 class HeldAnswers:
-    """An application that passes requests on to Kedge at `url`. The n-th request for an answer gets `answers[n]`."""
+    """An application that passes requests on to Kedge at `url`. It forces the n-th answer to be `answers[n]`."""
 
     def __init__(self, url: str, api: HeldApi, answers: Sequence[Call | Words]) -> None:
         self._api = api
@@ -115,7 +115,8 @@ class HeldAnswers:
         return [self._api.usage(each.told()) for each in self.exchanges]
 
     def cached_shares(self) -> list[float]:
-        """Of each further request: which share of the tokens that had been said before had their KV."""
+        """For each request but the first: what share of the previous request's tokens, with its answer, came from the
+        cache."""
         return [now.cached_tokens / before.total_tokens for before, now in pairwise(self.usages())]
 
     async def _pass_on(self, request: Request) -> StreamingResponse:
@@ -136,7 +137,7 @@ class HeldAnswers:
 
 
 async def _heard(reply: httpx.Response, pieces: list[bytes]) -> AsyncIterator[bytes]:
-    """A client that has the last event may leave before the stream ends."""
+    """Passes the reply on and keeps its pieces. A client that has the last event may leave before the stream ends."""
     try:
         async for piece in reply.aiter_raw():
             pieces.append(piece)

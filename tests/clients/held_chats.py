@@ -1,4 +1,4 @@
-"""Answers of OpenAI's chat completions, held to what a model might say."""
+"""OpenAI's chat completions with answers that are forced to what a model might say."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HeldChats:
         return body | ({"tools": tools} if tools else {}) | held
 
     def usage(self, told: Sequence[dict[str, Any]]) -> Usage:
-        """A stream tells it at its end to those who ask for it (`stream_options`)."""
+        """A stream has the usage at its end, if the request asked for it (`stream_options`)."""
         usage = told[-1]["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return Usage(usage["prompt_tokens"], cached, usage["completion_tokens"])

@@ -1,4 +1,4 @@
-"""Answers of Anthropic's Messages, held to what a model might say."""
+"""Anthropic's Messages with answers that are forced to what a model might say."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HeldMessages:
         return body | ({"tools": tools} if tools else {}) | held
 
     def usage(self, told: Sequence[dict[str, Any]]) -> Usage:
-        """Of a stream: that of its end."""
+        """The usage of a stream is that of its `message_delta` event."""
         (usage,) = [each["usage"] for each in told if each["type"] in ("message", "message_delta")]
         cached = usage["cache_read_input_tokens"]
         return Usage(usage["input_tokens"] + cached, cached, usage["output_tokens"])

@@ -1,4 +1,4 @@
-"""Answers of OpenAI's Responses, held to what a model might say."""
+"""OpenAI's Responses with answers that are forced to what a model might say."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HeldResponses:
         return body | ({"tools": tools} if tools else {}) | held
 
     def usage(self, told: Sequence[dict[str, Any]]) -> Usage:
-        """A stream's last event has the whole response."""
+        """A stream's last event contains the whole response."""
         usage = told[-1].get("response", told[-1])["usage"]
         cached = usage["input_tokens_details"]["cached_tokens"]
         return Usage(usage["input_tokens"], cached, usage["output_tokens"])

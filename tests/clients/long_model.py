@@ -22,7 +22,7 @@ SMALLER = {
 
 
 def make_long_model(directory: Path) -> None:
-    """The config of a model that `load_format: dummy` gives weights."""
+    """Writes the config and tokenizer of a model. `load_format: dummy` gives it random weights."""
     for name in COPIED:
         shutil.copy(BUILT_IN / name, directory / name)
     config = json.loads((BUILT_IN / "config.json").read_text())

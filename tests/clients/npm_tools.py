@@ -1,4 +1,4 @@
-"""Command-line agents from npm, as `npm/package-lock.json` pins them."""
+"""Command-line agents from npm, at the versions that `npm/package-lock.json` pins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _CANNOT_BE_REACHED = ("ENOTFOUND", "ECONNREFUSED", "ECONNRESET", "EAI_AGAIN", "E
 
 
 def installed(name: str, directory: Path) -> Path:
-    """The program of that name, installed into `directory` unless it is there. Skips the test without npm."""
+    """The program of that name. Installs it into `directory` if it is not there. Skips the test without npm or its
+    registry."""
     program = directory / "node_modules" / ".bin" / name
     lock = (LOCKED / "package-lock.json").read_bytes()
     mark = directory / "installed-lock.json"

@@ -1,4 +1,4 @@
-"""Environments with other projects' Python clients, as the locks in `python/` pin them."""
+"""Environments with other projects' Python clients, at the versions that the locks in `python/` pin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _CANNOT_BE_REACHED = ("dns error", "tcp connect error", "operation timed out", "
 
 
 def interpreter(name: str, directory: Path) -> Path:
-    """That of the environment `python/NAME.lock`, installed into `directory` unless it is there."""
+    """The interpreter of environment `python/NAME.lock`. Installs the environment into `directory` if it is not
+    there."""
     python = directory / "bin" / "python"
     lock = LOCKED / f"{name}.lock"
     mark = directory / "installed.lock"
@@ -31,7 +32,7 @@ def interpreter(name: str, directory: Path) -> Path:
 
 
 async def run_program(python: Path, program: Path, *arguments: str, home: Path) -> str:
-    """What it prints. It sees nothing of the settings of who runs the tests."""
+    """Runs the program and returns what it prints. The program sees none of the settings of whoever runs the tests."""
     process = await asyncio.create_subprocess_exec(
         str(python),
         str(program),
@@ -47,7 +48,7 @@ async def run_program(python: Path, program: Path, *arguments: str, home: Path) 
 
 
 def _uv(*arguments: str) -> None:
-    """The one of this environment. Skips the test where it cannot fetch what it needs."""
+    """Runs the `uv` of this environment. Skips the test if `uv` cannot reach the package index."""
     command = [str(Path(sys.executable).with_name("uv")), "--quiet", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
     if done.returncode and any(reason in done.stderr for reason in _CANNOT_BE_REACHED):

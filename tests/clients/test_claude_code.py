@@ -1,4 +1,4 @@
-"""Claude Code (`claude -p`) reads a file, writes another, answers, and is asked again, all of it with Kedge."""
+"""Claude Code (`claude -p`) does a task with Kedge: it reads a file, writes another and answers two questions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def claude(pytestconfig: pytest.Config) -> Path:
 
 
 async def run(claude: Path, url: str, directory: Path, *arguments: str) -> dict[str, Any]:
-    """What `claude -p` prints as JSON. It sees nothing of the settings of who runs the tests."""
+    """Runs `claude -p` and returns its JSON. It sees none of the settings of whoever runs the tests."""
     (directory / "home").mkdir(exist_ok=True)
     environment = {
         "PATH": os.environ["PATH"],
@@ -61,7 +61,7 @@ async def run(claude: Path, url: str, directory: Path, *arguments: str) -> dict[
 
 @pytest.mark.timeout(500)
 async def test_claude_code_works_at_a_task(claude: Path, kedge: ServedCluster, tmp_path: Path) -> None:
-    """`--continue` is another process, which sends the whole history again."""
+    """`--continue` starts another process, which sends the whole history again."""
     notes, answer = tmp_path / "notes.txt", tmp_path / "answer.txt"
     notes.write_text("The word is anchor.\n")
     held = HeldAnswers(

@@ -1,4 +1,4 @@
-"""The programs of the pages in docs/clients run as they stand there, but for the server's address."""
+"""The programs on the pages in docs/clients run as they are written. Only the server's address differs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RUNS: list[tuple[str, int, str, HeldApi, tuple[Call | Words, ...]]] = [
     ("langchain", 0, "agents", HeldChats(), WITH_A_TOOL),
     ("llama-index", 0, "llama_index", HeldChats(), WITH_A_TOOL),
 ]
-"""A page, which of its programs, where it runs, the API that it speaks, and what it is answered."""
+"""Page, index of the program on it, environment that runs it, API that it uses, and the answers that it gets."""
 
 
 def programs(page: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Codex (`codex exec`) runs a command, answers, and is asked again, all of it with Kedge over the Responses API."""
+"""Codex (`codex exec`) does a task with Kedge over the Responses API: it runs a command and answers two questions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def codex(pytestconfig: pytest.Config) -> Path:
 
 
 async def run(codex: Path, url: str, directory: Path, *arguments: str) -> str:
-    """What `codex exec` says at last. It sees nothing of the settings of who runs the tests."""
+    """Runs `codex exec` and returns its last message. It sees none of the settings of whoever runs the tests."""
     home = directory / "home"
     home.mkdir(exist_ok=True)
     last = directory / "last.txt"
@@ -55,7 +55,7 @@ async def run(codex: Path, url: str, directory: Path, *arguments: str) -> str:
 
 @pytest.mark.timeout(500)
 async def test_codex_works_at_a_task(codex: Path, kedge: ServedCluster, tmp_path: Path) -> None:
-    """`resume` is another process, which sends the whole history again."""
+    """`resume` starts another process, which sends the whole history again."""
     (tmp_path / "notes.txt").write_text("The word is anchor.\n")
     held = HeldAnswers(
         kedge.url,

@@ -1,4 +1,4 @@
-"""Python clients, each as it is installed: a task with a tool call and a further question, in a process of its own."""
+"""Real Python clients, each in a process of its own, do a task with a tool call and a second question."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANSWERS = (
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """`program.py MODE` in an environment, and the API that it speaks."""
+    """A program with its mode (`program.py MODE`), the environment that it runs in, and the API that it uses."""
 
     environment: str
     program: str
@@ -55,7 +55,7 @@ CLIENTS = [
 async def test_a_client_works_at_a_task(
     pytestconfig: pytest.Config, kedge: ServedCluster, tmp_path: Path, client: Client
 ) -> None:
-    """It looks a ship up and says where it is; then it is asked which ship that was."""
+    """The client finds a ship and says where it is. Then it is asked which ship that was."""
     cache = pytestconfig.cache
     assert cache is not None
     python = interpreter(client.environment, cache.mkdir(f"clients-{client.environment}"))

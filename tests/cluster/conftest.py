@@ -1,5 +1,6 @@
-"""One cluster for the tests of this folder: configs/cluster.yaml as it is shipped, but for ports and state, and then
-with the changes that some files need. Few files have one of their own, because of how it is started."""
+"""One cluster serves most tests of this folder. It runs configs/cluster.yaml as shipped, except for ports and state,
+and then with the changes that some files need. A few files start a cluster of their own, because they need a different
+start."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ import pytest
 from served_cluster import ROOT, ServedCluster, as_shipped
 
 AT_EVERY_CHANGE = {"test_clients.py", "test_failover.py", "test_pinning.py", "test_ray_tokens.py"}
-"""The others take minutes: they are part of `make test-all`."""
+"""Files that run at every change. The others take minutes and are part of `make test-all`."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with a cluster of their own come first, so that two seldom run at a time; then those that use the shared
-    one as it is shipped, so that it is deployed anew only for each file with changes."""
+    """Files with a cluster of their own come first, so that two clusters seldom run at a time. Files that use the
+    shared cluster as shipped come next, so that it is deployed again only for each file with changes."""
     here, elsewhere = list[pytest.Item](), list[pytest.Item]()
     for item in items:
         (here if Path(__file__).parent in item.path.parents else elsewhere).append(item)
@@ -28,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _changes(item: pytest.Item) -> int:
-    """0: the file does not use the shared cluster, 1: it does, 2: with a fixture `cluster` of its own."""
+    """0: the file does not use the shared cluster. 1: it does. 2: it does, through a fixture `cluster` of its own."""
     assert isinstance(item, pytest.Function)
     if hasattr(item.module, "cluster"):
         return 2
@@ -37,9 +38,9 @@ def _changes(item: pytest.Item) -> int:
 
 @pytest.fixture(scope="session")
 def shared_cluster() -> Iterator[ServedCluster]:
-    """Started by the first `use` of it."""
+    """The shared cluster. Its first `use` starts it."""
     served = ServedCluster(ROOT / "configs" / "cluster.yaml")
-    served.environment["RAY_metrics_report_interval_ms"] = "2000"  # a fifth of Ray's own: tests wait for them
+    served.environment["RAY_metrics_report_interval_ms"] = "2000"  # a fifth of Ray's default, to wait less
     try:
         yield served
     finally:

@@ -1,4 +1,4 @@
-"""A real Prometheus (Debian's package) beside a live cluster, with the project's own rules, in less time."""
+"""A real Prometheus (Debian's package) watches a live cluster with the project's own rules, at shortened times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from served_cluster import ROOT, eventually, free_port
 MONITORING = ROOT / "configs" / "monitoring"
 SCRAPE_S, EVALUATION_S = 1, 0.5
 SHORTEST_RANGE_S = 4.0
-"""A rate needs two samples."""
+"""The shortest range in a rule. A rate needs two samples."""
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 Alert = dict[str, Any]
 
@@ -29,8 +29,8 @@ def installed() -> bool:
 
 
 def shortened(rules: dict[str, Any], factor: float) -> dict[str, Any]:
-    """The rules with each range and each `for` divided by `factor`, and a label `hurry` that says so, by which several
-    copies are told apart. Thresholds stay: a share, or seconds that a client waits."""
+    """The rules with each range and each `for` divided by `factor`. A label `hurry` gives the factor, so that several
+    copies can be told apart. Thresholds stay: they are shares, or seconds that a client waits."""
     hurry = f"{factor:g}"
 
     def less(text: str, shortest_s: float) -> str:
@@ -49,7 +49,7 @@ def shortened(rules: dict[str, Any], factor: float) -> dict[str, Any]:
 
 
 class Prometheus:
-    """On a port of its own, with what it has in a folder of its own; `config` is written by whoever makes it."""
+    """A Prometheus with a port and a folder of its own. Whoever makes it writes `config`."""
 
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="kdprom", dir="/tmp"))
@@ -57,7 +57,7 @@ class Prometheus:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Returns once a scrape has found somebody."""
+        """Starts it. Returns once a scrape has reached a target."""
         port = free_port()
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10.0)
         with (self.directory / "log").open("wb") as log:
@@ -85,7 +85,7 @@ class Prometheus:
         self._process.send_signal(signal.SIGHUP)
 
     def query(self, expression: str, at_s: float | None = None) -> list[dict[str, Any]]:
-        """The samples of an instant query, as the API gives them. `at_s`: the time to ask about, now unless given."""
+        """The samples of an instant query, as the API gives them, at the time `at_s` or now."""
         parameters = {"query": expression} | ({} if at_s is None else {"time": f"{at_s:.3f}"})
         reply = self.client.get("/api/v1/query", params=parameters)
         assert reply.status_code == 200, (expression, reply.text)
@@ -93,7 +93,7 @@ class Prometheus:
         return result
 
     def has_numbers(self, expression: str, at_s: float | None = None) -> bool:
-        """A quantile of nothing is none."""
+        """Whether the result has a number. A quantile of no observations is NaN."""
         return any(not math.isnan(float(each["value"][1])) for each in self.query(expression, at_s))
 
     def _scrapes(self) -> bool:
@@ -119,14 +119,15 @@ class LivePrometheus(Prometheus):
         self.reach()
 
     def reach(self, there: bool = True) -> None:
-        """Whether scrapes reach the front end; else they find nobody."""
+        """Sets whether scrapes reach the front end. If not, they go to a port where nothing listens."""
         target = self._target if there else "127.0.0.1:9"
         fresh = self._targets.with_suffix(".new")
         fresh.write_text(json.dumps([{"targets": [target], "labels": {"instance": "kedge"}}]))
         fresh.replace(self._targets)
 
     def scrape_every(self, interval_s: int, evaluation_s: float = EVALUATION_S) -> None:
-        """A page that lacks the controller takes three seconds, and no scrape may take longer than its interval."""
+        """Changes the intervals. A page without the controller takes three seconds, and a scrape may not take longer
+        than its interval."""
         self._configure(interval_s, evaluation_s)
         self.read_config_again()
 
@@ -147,7 +148,7 @@ class LivePrometheus(Prometheus):
         eventually(lambda: not self.firing(name, **labels), timeout_s, 0.25)
 
     def fired_within(self, time: str, **labels: str) -> set[str]:
-        """Names of alerts that fired at any time of the last `time`."""
+        """Names of the alerts that fired at any time within the last `time`."""
         chosen = "".join(f', {name}="{value}"' for name, value in labels.items())
         found = self.query(
             f'group by (alertname) (last_over_time(ALERTS{{alertstate="firing"{chosen}}}[{time}]))'
@@ -155,7 +156,7 @@ class LivePrometheus(Prometheus):
         return {each["metric"]["alertname"] for each in found}
 
     def state(self, name: str) -> Any:
-        """What there is of an alert, and what its expression gives, for messages."""
+        """The state of an alert and the result of its expression, for error messages."""
         groups = self.client.get("/api/v1/rules").json()["data"]["groups"]
         found = [rule for group in groups for rule in group["rules"] if rule["name"] == name]
         return [(rule["alerts"], rule["query"], self.query(rule["query"])) for rule in found]

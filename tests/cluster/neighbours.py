@@ -8,7 +8,7 @@ from session_client import Conversation
 
 
 def neighbours(cluster: ServedCluster, client: httpx.Client, count: int) -> tuple[str, list[Conversation]]:
-    """A replica and new sessions of it."""
+    """A replica and `count` new sessions that it owns."""
     sessions = [Conversation.open(client) for _ in range(2 * count - 1)]
     by_owner: dict[str, list[Conversation]] = {}
     owners = cluster.sessions()

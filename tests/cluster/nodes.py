@@ -1,5 +1,5 @@
-"""A cluster of several nodes on one machine, around the null runner: the head, where the controllers are, and workers
-for replicas and front ends. Ray's own state and the session log are in one Redis, as the head's return needs it."""
+"""A cluster of several nodes on one machine, with the null runner. The head has the controllers; workers have replicas
+and front ends. One Redis keeps Ray's own state and the session log, so that the head can return."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ DRAIN_S = 60
 
 
 class Nodes:
-    """`workers` nodes, of which each has room for one replica and one front end; so many `replicas`. `environment` is
-    undone by whoever made it. Clients come in at the head, or at any worker."""
+    """A cluster of `workers` nodes with `replicas` replicas. Each worker has room for one replica and one front end.
+    Clients connect at the head or at any worker. Whoever made `environment` undoes its changes."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Nodes:
         eventually(lambda: len(self.replicas()) == replicas, START_TIMEOUT_S)
 
     def _deploy(self, settings: dict[str, Any]) -> None:
-        """The application goes on without this process, which is no driver afterwards."""
+        """Deploys the application. It goes on when this process disconnects from Ray."""
         values: dict[str, dict[str, Any]] = {
             "model": {"path": str(ROOT / "assets" / "models" / "kedge-chat"), "num_threads": 1},
             "replicas": {"count": self.count, "num_cpus": 1.5},
@@ -73,7 +73,7 @@ class Nodes:
             ray.shutdown()
 
     def start_head(self) -> None:
-        """For the first time, or with the state that Ray has in Redis."""
+        """Starts the head, the first time or with the state that Ray has in Redis."""
         self._cluster.add_node(num_cpus=0, include_dashboard=False, gcs_server_port=self._gcs_port)
 
     def kill_head(self) -> None:
@@ -90,14 +90,14 @@ class Nodes:
         self._cluster.remove_node(node, allow_graceful=False)
 
     def ended(self, node: Any) -> bool:
-        """Whether a node that was drained has."""
+        """Whether a node that was drained has ended."""
         if node.all_processes["raylet"][0].process.poll() is None:
             return False
-        self.kill(node)  # what was started beside its raylet
+        self.kill(node)  # and with it what was started beside its raylet
         return True
 
     def drain(self, node: Any, reason: str) -> subprocess.CompletedProcess[str]:
-        """As `ray drain-node`; the node ends when nothing of it is in use any more."""
+        """Runs `ray drain-node`. The node ends when nothing on it is in use any more."""
         ray_command = Path(sys.executable).with_name("ray")
         command = [
             str(ray_command),
@@ -118,18 +118,18 @@ class Nodes:
         return subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=False)
 
     def client(self) -> httpx.Client:
-        """Of the proxy on the head."""
+        """A client of the proxy on the head."""
         return self._client(self.port)
 
     def client_at_worker(self) -> httpx.Client:
-        """Of the proxy on any worker."""
+        """A client of the proxy on any worker."""
         return self._client(self.worker_port)
 
     def _client(self, port: int) -> httpx.Client:
         return httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=httpx.Timeout(120.0))
 
     def replicas(self) -> dict[str, Any]:
-        """What each replica says of itself, by id; none where nobody answers yet."""
+        """What each replica reports about itself, by id. Empty while nobody answers."""
         try:
             with self.client() as client:
                 listed = client.get("/get_server_info").json()["replicas"]
@@ -138,17 +138,17 @@ class Nodes:
         return {replica["replica_id"]: replica for replica in listed}
 
     def homes(self) -> dict[str, Any]:
-        """The node of each replica, by its id."""
+        """The node of each replica, by the replica's id."""
         return {replica_id: self.node_of(info["pid"]) for replica_id, info in self.replicas().items()}
 
     def owners(self) -> dict[str, str]:
-        """The replica of each session."""
+        """The replica that owns each session, by the session's id."""
         with self.client() as client:
             listed = client.get("/v1/kedge/sessions").json()["sessions"]
         return {session["session_id"]: session["replica_id"] for session in listed}
 
     def node_of(self, pid: int) -> Any:
-        """The node whose raylet is the process's parent; None if it is none of these."""
+        """The node whose raylet is the parent of the process; None if it belongs to no node."""
         status = Path(f"/proc/{pid}/status").read_text()
         parent = int(next(line for line in status.splitlines() if line.startswith("PPid:")).split()[1])
         for node in self._cluster.list_all_nodes():
@@ -157,7 +157,7 @@ class Nodes:
         return None
 
     def front_end(self) -> Any:
-        """The node where the ingress is; None while it is nowhere."""
+        """The node of the ingress; None while no ingress runs."""
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 titled = path.joinpath("cmdline").read_bytes().startswith(b"ray::ServeReplica:kedge:Ingress")

@@ -1,4 +1,4 @@
-"""The application around the null runner: the real engine and cluster, predictable tokens, no model to load."""
+"""The application with the null runner: the real engine and cluster, predictable tokens, no model to load."""
 
 # No `from __future__ import annotations`: Ray Serve reads the class of `args` from the signature.
 
@@ -29,8 +29,9 @@ COUNTED_EVERY = 50
 
 
 class PacedRunner(NullRunner):
-    """Every step takes `step_s`, which may be 0, and does not end while `hangs` says so. STEP_S is about as long as a
-    small model's. `counts` gets the steps, their items, and the CPU time of the engine's thread."""
+    """A runner whose steps take `step_s` (may be 0) and do not end while `hangs` is true. STEP_S is about the step time
+    of a small model. The runner writes to `counts` the number of steps, the number of their items, and the CPU time of
+    the engine's thread."""
 
     def __init__(
         self, hangs: Callable[[], bool], step_s: float, counts: Path | None, *args: Any, **kwargs: Any
@@ -80,7 +81,7 @@ def null_engine(
         settings.cache.page_size,
         vocab_size_of(settings.model.path),
         CONTEXT_LEN,
-        poison=settings.cache.books != "off",  # a step then costs what it costs the engine, and no more
+        poison=settings.cache.books != "off",  # without it a step costs only what it costs the engine
     )
     return assemble_engine(
         runner, settings.cache, settings.scheduler, settings.speculation, frozenset({EOS_TOKEN_ID}), sink
@@ -88,9 +89,9 @@ def null_engine(
 
 
 def build(args: AppArgs) -> Application:
-    """In the state directory a file HOLD keeps replicas from starting, and a file HANG keeps the steps of the replica
-    whose process it names from ending. In a file PACE is how long a step takes, in seconds. A file COUNTS is kept up to
-    date by the one replica, if it is there."""
+    """Builds the application. Files in the state directory control it. HOLD keeps replicas from starting. HANG keeps
+    the steps of one replica from ending; it has the replica's process id. PACE has the duration of a step in seconds.
+    COUNTS, if it exists, is kept up to date by the replica; use it with one replica only."""
     state_dir = Path(args.controller.state_dir)
     hold, hang, pace, counts = (state_dir / name for name in (HOLD, HANG, PACE, COUNTS))
 

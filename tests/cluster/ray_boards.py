@@ -1,4 +1,4 @@
-"""Ray's own Grafana boards, as it writes them for Grafana when it starts, and a Prometheus that its file configures."""
+"""The Grafana dashboards that Ray writes when it starts, and a Prometheus that uses the configuration Ray writes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ INTERVAL = re.compile(r"scrape_interval: \d+s")
 
 @dataclass(frozen=True, slots=True)
 class BoardQuery:
-    """`panel` is the title, behind that of its row; `expression` with "All" for each variable, as boards begin."""
+    """One query of a dashboard. `panel` is the titles of row and panel. In `expression` each variable has its initial
+    value, "All" where a board offers it."""
 
     panel: str
     expression: str
 
 
 class RayPrometheus(Prometheus):
-    """Finds Ray's agents as `prometheus.yml` of `metrics` says, the folder that Ray writes; scrapes more often."""
+    """A Prometheus that finds Ray's agents with the `prometheus.yml` in `metrics`, the folder that Ray writes. It
+    scrapes more often than Ray sets."""
 
     def __init__(self, metrics: Path) -> None:
         super().__init__()
@@ -33,7 +35,7 @@ class RayPrometheus(Prometheus):
 
 
 def queries_of(metrics: Path, board: str) -> list[BoardQuery]:
-    """Of the board `serve_llm`, say."""
+    """The queries of one dashboard, for example `serve_llm`."""
     document = json.loads(
         (metrics / "grafana" / "dashboards" / f"{board}_grafana_dashboard.json").read_text()
     )
@@ -50,7 +52,7 @@ def queries_of(metrics: Path, board: str) -> list[BoardQuery]:
 
 
 def _panels(listed: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A row that is folded up has its panels in it, another one before it."""
+    """The panels with their titles. A collapsed row contains its panels; the panels of an open row follow it."""
     row = ""
     for panel in listed:
         if panel["type"] != "row":

@@ -27,11 +27,12 @@ START_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 30.0
 APPLICATIONS = "/api/serve/applications/"
 REPLICA = "ray::ServeReplica:kedge:"
-"""Begins the titles of all processes of the application that Serve starts: engine replicas and front ends."""
+"""Start of the titles of all processes of the application that Serve starts: engine replicas and front ends."""
 
 
 def free_port() -> int:
-    """Below the ports that the system gives out and above those of Ray's workers: nobody takes it in the meantime."""
+    """A free port below the ephemeral ports of the system and above those of Ray's workers, so that nobody takes it
+    later."""
     while True:
         port = random.randrange(20_000, 30_000)
         with socket.socket() as probe:
@@ -43,7 +44,7 @@ def free_port() -> int:
 
 
 def eventually(holds: Callable[[], Any], timeout_s: float = 20.0, interval_s: float = 0.1) -> Any:
-    """The first true answer of `holds`; fails after `timeout_s`."""
+    """The first true result of `holds`. Fails after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         if answer := holds():
@@ -57,15 +58,15 @@ Edit = Callable[[dict[str, Any]], None]
 
 
 def as_shipped(document: dict[str, Any]) -> None:
-    """The config as it is."""
+    """Leaves the config unchanged."""
 
 
 class ServedCluster:
-    """`kedge serve` in a process group of its own, with a token. `edit` changes the parsed config before it is written;
-    what is put into `environment` and `options` before `start` is added to those of `kedge serve`."""
+    """`kedge serve` in a process group of its own, with a token. `edit` changes the parsed config before it is written.
+    Entries put into `environment` and `options` before `start` are added to those of `kedge serve`."""
 
     def __init__(self, config: Path, edit: Edit = as_shipped) -> None:
-        # Ray's sockets need a short path, shorter than pytest's own directories.
+        # Ray's sockets need a short path. pytest's own directories are too long.
         self.directory = Path(tempfile.mkdtemp(prefix="kd", dir="/tmp"))
         self.state_dir = self.directory / "state"
         self.port = free_port()
@@ -84,8 +85,8 @@ class ServedCluster:
         self._process: subprocess.Popen[bytes] | None = None
 
     def use(self, edit: Edit) -> None:
-        """Runs with these changes of the config: starts, or deploys in place of what ran with others. Then no process
-        and no session of that is left."""
+        """Runs the cluster with this change of the config. Starts it, or deploys over what ran with another change.
+        Returns when no process and no session of the former deployment is left."""
         document = self._edited(edit)
         if self._process is None:
             self._configure(document)
@@ -101,10 +102,10 @@ class ServedCluster:
             os.environ
             | {
                 "RAY_TMPDIR": str(self.directory),
-                "RAY_AUTH_TOKEN": self.token,  # that tokens are on is Ray's doing
+                "RAY_AUTH_TOKEN": self.token,  # Ray itself requires tokens
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
-                "RAY_worker_niceness": "0",  # Ray's workers give way to all else on the machine, to the tests among it
+                "RAY_worker_niceness": "0",  # by default Ray gives its workers a lower priority than the tests have
                 "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "cluster")]),
             }
         )
@@ -130,7 +131,7 @@ class ServedCluster:
             raise AssertionError(f"the cluster did not start ({error}):\n{log[-4000:]}") from error
 
     def stop(self) -> None:
-        """SIGINT, as a user would; then SIGKILL for what is left of the group."""
+        """Sends SIGINT, as a user would, and then SIGKILL to what is left of the group."""
         process = self._process
         if process is None:
             return
@@ -145,7 +146,7 @@ class ServedCluster:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def deploy(self, edit: Edit) -> None:
-        """As `serve deploy` on the changed config; returns once Serve has taken it."""
+        """Deploys the changed config as `serve deploy` does. Returns once Serve has accepted it."""
         document = self._configured()
         edit(document)
         self._deploy(document)
@@ -175,7 +176,7 @@ class ServedCluster:
         eventually(lambda: not self.sessions())
 
     def _in_place_of(self, former: set[int], deployed_s: float) -> bool:
-        """Whether all processes are those of the last deployment, and the former ones have ended."""
+        """Whether all processes belong to the last deployment and the former processes have ended."""
         application = self.application()
         if application["last_deployed_time_s"] <= deployed_s or former & set(self.pids(REPLICA)):
             return False
@@ -183,21 +184,22 @@ class ServedCluster:
         return application["status"] == "RUNNING" and self._all_replicas_up()
 
     def application(self) -> dict[str, Any]:
-        """What Serve says of the application: `status`, `message`, and each of its `deployments`."""
+        """What Serve reports about the application: `status`, `message`, and each of its `deployments`."""
         with self.dashboard() as dashboard:
             answer = dashboard.get(APPLICATIONS).raise_for_status().json()
         (application,) = answer["applications"].values()
         return dict(application)
 
     def dashboard(self, **headers: str) -> httpx.Client:
-        """Of Ray's dashboard, with the token unless there are other headers."""
+        """A client of Ray's dashboard. It sends the token unless other headers are given."""
         found = re.search(r"dashboard at .*?(http://[\d.:]+)", self.log_text())
         assert found is not None, self.log_text()
         headers = headers or {"authorization": f"Bearer {self.token}"}
         return httpx.Client(base_url=found[1], headers=headers, timeout=60.0)
 
     def terminate(self) -> None:
-        """SIGTERM to `serve run`, which `kedge serve` became, as a service manager would; returns when it has ended."""
+        """Sends SIGTERM to `serve run`, which `kedge serve` became, as a service manager would. Returns when it has
+        ended."""
         assert self._process is not None
         self._process.terminate()
         self._process.wait(STOP_TIMEOUT_S)
@@ -209,7 +211,7 @@ class ServedCluster:
         return httpx.Client(base_url=self.url, timeout=httpx.Timeout(60.0), **options)
 
     def replicas(self) -> dict[str, dict[str, Any]]:
-        """What each replica says of itself, by id."""
+        """What each replica reports about itself, by id."""
         with self.client() as client:
             listed = client.get("/get_server_info").json()["replicas"]
         return {replica["replica_id"]: replica for replica in listed}
@@ -220,7 +222,7 @@ class ServedCluster:
         return {session["session_id"]: session for session in listed}
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of the samples of that name with those labels."""
+        """Sum of the samples with that name and those labels."""
         with self.client() as client:
             text = client.get("/metrics").text
         return sum(
@@ -242,7 +244,7 @@ class ServedCluster:
         )
 
     def pids(self, title: str) -> list[int]:
-        """Processes of this cluster (and of no other on the machine) whose title begins so."""
+        """Processes of this cluster, and of no other on the machine, whose title begins with `title`."""
         mark = f"RAY_TMPDIR={self.directory}".encode()
         found = []
         for path in Path("/proc").glob("[0-9]*"):

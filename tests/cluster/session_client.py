@@ -1,4 +1,4 @@
-"""The session protocol as a test speaks it, with token ids, and what it expects of every turn."""
+"""The session protocol as the tests use it, with token ids, and the checks of every turn."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Conversation:
         return cls(client, reply.json())
 
     def exact_turn(self, new: list[int], *, resumed: bool = False) -> None:
-        """A turn that must say what one fresh request with the whole history says."""
+        """A turn whose answer must equal that of one fresh request with the whole history."""
         expected = self.history + new
         self.turn(new, resumed=resumed)
         assert self.history == expected + generate_once(self.client, expected, 8)
 
     def turn(self, new: list[int], max_new_tokens: int = 8, *, resumed: bool = False) -> dict[str, Any]:
-        """A greedy turn; checks the counts. `resumed`: the KV may have been lost since the last turn."""
+        """A greedy turn. Checks the counts. `resumed`: the KV may have been lost since the last turn."""
         meta, output = self._generate(new, max_new_tokens)
         length = len(self.history)
         assert meta["prompt_tokens"] == length + len(new)
@@ -49,8 +49,8 @@ class Conversation:
         return meta
 
     def told_turn(self, new: list[int], max_new_tokens: int, heard: Heard) -> list[int]:
-        """A greedy turn that is streamed; `heard` is called with the number of each event. They tell one answer,
-        each the whole of it so far. Returns its tokens."""
+        """A greedy turn that is streamed. Calls `heard` with the number of each event. Each event must have the whole
+        answer so far and continue the one before. Returns the answer's tokens."""
         tokens: list[int] = []
         body = self._body(new, max_new_tokens) | {"stream": True}
         with self.client.stream("POST", "/generate", json=body) as reply:
@@ -81,7 +81,7 @@ class Conversation:
 
 
 def events_of(reply: httpx.Response) -> Iterator[dict[str, Any]]:
-    """What a stream tells until it is done, comments aside; an error fails the test."""
+    """The events of a stream until it is done, without comments. An error fails the test."""
     assert reply.status_code == 200, reply.read()
     for line in reply.iter_lines():
         if not line or line.startswith(":"):

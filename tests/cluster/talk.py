@@ -1,4 +1,4 @@
-"""Clients that talk while a cluster is changed: each turn is checked, and none may fail."""
+"""Clients that talk while a cluster is changed. Each turn is checked, and none may fail."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Connect = Callable[[], httpx.Client]
 
 NUM_CLIENTS = 6
 AROUND_S = 3.0
-"""Of talk before and after a change."""
+"""How long the clients talk before and after a change."""
 
 
 @dataclass
 class Talk:
-    """What the clients saw. `turns` are when each ended, `waits_s` until its first token, `stalls_s` the longest time
-    that it was without a token."""
+    """What the clients saw: in `turns` when each turn ended, in `waits_s` how long it waited for its first token, in
+    `stalls_s` its longest time without a token."""
 
     failures: list[BaseException] = field(default_factory=list)
     turns: list[float] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Talk:
     over: threading.Event = field(default_factory=threading.Event)
 
     def run(self, connect: Connect, seed: int) -> None:
-        """One client: streamed turns of one session, each checked against what it was told before."""
+        """One client: streamed turns of one session. Each turn is checked against what the client heard before."""
         rng = random.Random(seed)
         try:
             with connect() as client:
@@ -65,7 +65,7 @@ class Talk:
 
 
 def talk_through(connect: Connect, change: Callable[[], Any], num_clients: int = NUM_CLIENTS) -> Talk:
-    """Clients, each of its own connection, talk before, while and after `change` is called."""
+    """Clients, each with a connection of its own, talk before, during and after the call of `change`."""
     talk = Talk()
     clients = [
         threading.Thread(target=talk.run, args=(connect, seed), daemon=True) for seed in range(num_clients)

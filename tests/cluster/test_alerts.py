@@ -1,7 +1,7 @@
-"""Each alert is seen to fire: a real Prometheus, a live cluster, the fault planted for real, and mended again.
+"""Each alert fires on a real Prometheus and a live cluster: a test causes the fault, sees the alert, repairs the fault.
 
-Durations of the rules are divided by FASTER; thresholds are those that are shipped. What must not fire is watched with
-rules that are hurried less (CALMER): a restart takes as long as it does.
+Durations in the rules are divided by FASTER; thresholds stay as shipped. Alerts that must not fire are watched with
+rules whose durations are divided by CALMER, which is less, because a restart cannot be made faster.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def session_left_behind(client: httpx.Client, rng: Any) -> int:
 def test_a_quiet_hour_fires_nothing_but_what_it_should(
     cluster: ServedCluster, prometheus: LivePrometheus
 ) -> None:
-    """First of all. Mixed load, a rolling update, a gap in the scrapes, and a replica that is killed: which is told."""
+    """Runs first. Mixed load, a rolling update, a gap in the scrapes, and a killed replica, the only thing that is
+    reported."""
     began_s = time.monotonic()
 
     def fewer_pages(document: dict[str, Any]) -> None:
@@ -101,7 +102,7 @@ def test_a_quiet_hour_fires_nothing_but_what_it_should(
 
 
 def test_late_first_tokens_use_up_the_budget(cluster: ServedCluster, prometheus: LivePrometheus) -> None:
-    """Early, while few good ones are within the windows."""
+    """Runs early, while the windows contain few good first tokens."""
 
     def one_token(client: httpx.Client, rng: Any) -> int:
         return stream(client, random_tokens(rng, 5), 1)
@@ -154,7 +155,7 @@ def test_engines_that_stall(cluster: ServedCluster, prometheus: LivePrometheus) 
         for number in range(3):
             plant(cluster, "stall_engine", replica_id=other, for_s=8)
             if number == 0:
-                client.get("/v1/kedge/audit")  # which waits for ten seconds
+                client.get("/v1/kedge/audit")  # waits for ten seconds
                 prometheus.fires("KedgeAuditFailed", severity="warning", replica=stalled, **LABELS)
                 prometheus.fires("KedgeEngineStalled", severity="page", replica=stalled, **LABELS)
             eventually(lambda: cluster.metric("kedge_engine_step_age_seconds", replica=other) < 1)
@@ -205,7 +206,8 @@ def test_a_log_that_is_slow_and_one_that_is_away(cluster: ServedCluster, prometh
 
 
 def test_memory_that_is_short(cluster: ServedCluster, prometheus: LivePrometheus) -> None:
-    """By load alone: long answers that do not fit side by side, and more idle sessions than the pool has room for."""
+    """Load alone causes it: long answers that do not fit side by side, and more idle sessions than the pool has room
+    for."""
 
     def long_answer(client: httpx.Client, rng: Any) -> int:
         return stream(client, random_tokens(rng, 50), 1500)
@@ -274,7 +276,7 @@ def test_a_controller_that_is_away_and_a_cluster_that_is(
 
 
 def test_a_disk_that_fails(cluster: ServedCluster, prometheus: LivePrometheus) -> None:
-    """Somebody clears away the folders with KV while replicas live. They have a real model, and its copies."""
+    """The folders with KV are deleted while replicas use them. These replicas have a real model and keep KV on disk."""
     kept = cluster.state_dir / "kv"
 
     def with_a_disk(document: dict[str, Any]) -> None:

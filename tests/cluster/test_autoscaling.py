@@ -1,4 +1,4 @@
-"""The number of replicas follows the load: clients bring a second one, their absence takes it away, no turn fails."""
+"""The number of replicas follows the load: clients bring a second one, their absence removes it, and no turn fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AUTOSCALING = {
     "downscale_delay_s": 3,
 }
 STEP_S = 0.03
-"""So slow that turns are in the engine most of their time, also on a busy machine."""
+"""Slow enough that turns spend most of their time in the engine, even on a busy machine."""
 DRAINED = "kedge_ownership_drained_total"
 SCALED_S = 120.0
 
@@ -45,7 +45,7 @@ def cluster(shared_cluster: ServedCluster) -> Iterator[ServedCluster]:
 
 
 def until(cluster: ServedCluster, count: int) -> set[str]:
-    """The replicas, once there are so many."""
+    """The replicas, once there are `count` of them."""
     began_s = time.monotonic()
     eventually(lambda: len(cluster.replicas()) == count, SCALED_S)
     logging.getLogger(__name__).info("%d after %.0f s", count, time.monotonic() - began_s)
@@ -58,19 +58,19 @@ def owners(cluster: ServedCluster, sessions: list[Conversation]) -> set[str]:
 
 
 def deployed(cluster: ServedCluster) -> dict[str, Any] | None:
-    """What Serve says of the replicas' deployment, once it has carried out what it was told."""
+    """What Serve reports about the replicas' deployment, once the application runs again."""
     application = cluster.application()
     return application["deployments"].get("LLMReplica") if application["status"] == "RUNNING" else None
 
 
 def override(cluster: ServedCluster, **options: Any) -> None:
-    """Options of Serve's own, beside `args`; none without any."""
+    """Sets Serve's own options of the deployment, beside `args`. Without options, removes them."""
     deployments = [{"name": "LLMReplica", **options}] if options else []
     cluster.deploy(lambda document: document["applications"][0].update(deployments=deployments))
 
 
 def test_load_brings_a_replica_and_its_absence_takes_it_away(cluster: ServedCluster) -> None:
-    """Sessions spread to the new one, and are handed over by the one that goes."""
+    """Sessions spread to the new replica. The replica that goes hands its sessions over."""
     until(cluster, 1)
     drained, stale = cluster.metric(DRAINED), cluster.metric("kedge_turns_total", outcome="stale")
     talk_through(cluster.client, lambda: until(cluster, 2))
@@ -92,7 +92,7 @@ def test_load_brings_a_replica_and_its_absence_takes_it_away(cluster: ServedClus
 
 
 def test_beside_args_a_number_is_taken_in_place_of_autoscaling_only(cluster: ServedCluster) -> None:
-    """What docs/operations.md says of changes without replacing replicas."""
+    """Checks what docs/operations.md says about changes that replace no replica."""
     first = until(cluster, 1)
     override(cluster, num_replicas=2)
     assert eventually(lambda: deployed(cluster), SCALED_S)["target_num_replicas"] == 1

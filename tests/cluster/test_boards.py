@@ -1,4 +1,4 @@
-"""Every query of every panel of the boards, asked of a real Prometheus that scrapes a live cluster under load."""
+"""A real Prometheus that scrapes a live cluster under load answers every query of every panel of the dashboards."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def filled_in(query: str) -> str:
 
 
 def test_each_query_of_each_panel_has_data(cluster: ServedCluster, prometheus: LivePrometheus) -> None:
-    """But for those of which the board says why they have none where all is well."""
+    """Except the queries that a dashboard marks as rarely having data."""
 
     def whole_conversation(client: httpx.Client, rng: Any) -> int:
         messages = [{"role": "user", "content": f"number {rng.randrange(10**9)}"}]
@@ -70,11 +70,11 @@ def test_each_query_of_each_panel_has_data(cluster: ServedCluster, prometheus: L
             raise AssertionError([expression(query) for query in empty()]) from None
     assert set(told) == {200}
     for query in queries:
-        prometheus.query(filled_in(expression(query)))  # the others are understood, at least
+        prometheus.query(filled_in(expression(query)))  # queries without data must at least be valid
 
 
 def test_the_variables_offer_what_there_is(cluster: ServedCluster, prometheus: LivePrometheus) -> None:
-    """As Grafana asks for them: values of a label of the series that a selector has."""
+    """Asks as Grafana does: for the values of one label of the series that a selector chooses."""
     found = {}
     for name, query in VARIABLES:
         asked = re.fullmatch(r"label_values\((.*), (\w+)\)", query)

@@ -1,4 +1,5 @@
-"""Processes die under load, some seconds of benchmarks/chaos.py: no attempt fails, and every turn is found good."""
+"""Processes are killed under load by benchmarks/chaos.py, for some seconds. No attempt fails and every turn is
+right."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def test_killed_replicas_and_controllers_go_unnoticed(cluster: ServedCluster, tm
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, f"seed {seed}\n{done.stdout}{done.stderr}"
     findings = json.loads(record.read_text())["findings"]
-    # Killed processes go unnoticed: no attempt of any client failed. And no turn was left unchecked.
+    # No attempt of any client failed, so no client noticed a killed process. And no turn was left unchecked.
     assert findings["failures"] == {}
     assert findings["turns"] > 0
     assert findings["turns"] == findings["logged"] == findings["checked"]

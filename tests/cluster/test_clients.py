@@ -1,4 +1,4 @@
-"""Clients that come, go away, stay idle or talk nonsense."""
+"""Clients that connect, leave, stay idle or send invalid requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_disconnect_leaves_no_trace(cluster: ServedCluster, client: httpx.Client
 
 
 def test_a_client_that_leaves_takes_no_other_with_it(cluster: ServedCluster, client: httpx.Client) -> None:
-    """All turns of a replica share a link to the ingress, which must not be that of the client that came first."""
+    """All turns of a replica share one link to the ingress. It must not belong to the client that came first."""
     one, other = neighbours(client)
     body = {
         **long_turn(other),
@@ -70,7 +70,7 @@ def test_a_client_that_leaves_takes_no_other_with_it(cluster: ServedCluster, cli
 
 
 def neighbours(client: httpx.Client) -> tuple[Conversation, Conversation]:
-    """Two sessions on one replica."""
+    """Two sessions that one replica owns."""
     sessions = [Conversation.open(client) for _ in range(3)]
     entries = client.get("/v1/kedge/sessions").json()["sessions"]
     owners = {entry["session_id"]: entry["replica_id"] for entry in entries}
@@ -118,7 +118,7 @@ def test_idle_session_expires_but_not_during_a_turn(cluster: ServedCluster, clie
                 assert session.session_id in cluster.sessions()
                 break
     eventually(lambda: session.session_id not in cluster.sessions(), 15)
-    # The ingress still remembers an owner; a call that may create the session must not trip over that.
+    # The ingress still remembers an owner. A call that may create the session must work all the same.
     body = {"model": "kedge-chat", "prompt": [5, 6], "max_tokens": 2}
     anew = client.post("/v1/completions", headers={"x-session-id": session.session_id}, json=body)
     assert anew.status_code == 200, anew.text
@@ -160,7 +160,7 @@ def test_bad_input_is_a_4xx_and_changes_no_books(
 def test_header_bytes_that_are_no_utf8_are_a_400_that_names_the_header(
     client: httpx.Client, name: str
 ) -> None:
-    """Ray reads some headers before Kedge does, and has a plain 500 for such bytes."""
+    """Ray reads some headers before Kedge does, and answers such bytes with a plain 500."""
     body = {"model": "kedge-chat", "prompt": "x", "max_tokens": 1}
     reply = client.post("/v1/completions", json=body, headers={name: b"\xff\xfe"})
     assert reply.status_code == 400, reply.text
@@ -195,7 +195,7 @@ def test_openai_client_in_a_session(cluster: ServedCluster) -> None:
 
 
 def test_openai_client_with_tools(cluster: ServedCluster) -> None:
-    """A call that must be made, its result, and the first turn told again, in a stream."""
+    """A forced tool call, its result, and then the first turn again, streamed."""
     with OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as openai:
         names = {"type": "string", "enum": ["Tom", "Rex"]}
         schema = {"type": "object", "properties": {"name": names}, "required": ["name"]}

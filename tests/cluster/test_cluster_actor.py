@@ -1,4 +1,4 @@
-"""The controller as a real Ray actor: killed in every way, it finds ownership and histories intact."""
+"""The controller as a real Ray actor. However it is killed, it finds ownership and histories intact."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def controller(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Actor
 
 
 def _pid(handle: ActorHandle) -> int:
-    """Process id of the actor, by running a function in its process."""
+    """Process id of the actor. Runs a function in its process."""
     return int(ray.get(handle.__ray_call__.remote(lambda _: os.getpid())))
 
 
@@ -79,7 +79,7 @@ def _kill_by_signal(handle: ActorHandle) -> None:
 def _run_turns(
     handle: ActorHandle, owners: dict[str, Assignment], histories: dict[str, list[int]], rng: random.Random
 ) -> None:
-    """A few turns, some with a rewind, on every session; `histories` is what they must amount to."""
+    """Runs a few turns on every session, some with a rewind. `histories` gets what the histories must be."""
     entries = {entry.session_id: entry for entry in ray.get(handle.sessions.remote())}
     for session_id, owner in owners.items():
         turn_index = entries[session_id].turns
@@ -118,7 +118,7 @@ def test_killing_the_actor_loses_nothing(controller: ActorHandle) -> None:
 
 
 def test_a_kill_amid_commits_loses_and_repeats_none(controller: ActorHandle) -> None:
-    """Ray repeats calls whose answer the kill swallowed, whether or not their turn had reached the log."""
+    """Ray repeats calls whose answer was lost with the process, whether or not their turn had reached the log."""
     owners = ray.get([controller.open_session.remote(f"s{index}") for index in range(200)])
     pid = _pid(controller)
     calls = [
@@ -167,7 +167,7 @@ def test_one_controller_per_name(controller: ActorHandle, tmp_path: Path) -> Non
 
 
 def test_settings_of_the_newest_deployment_outlive_the_actor(controller: ActorHandle, tmp_path: Path) -> None:
-    """Ray starts it again with its first settings, and an earlier deployment's replicas connect to it."""
+    """Ray restarts the actor with its first settings, and replicas of an earlier deployment connect to it."""
     log = ray.get(controller.__ray_call__.remote(lambda itself: itself._deployments._log))
     first, changed = ClusterSettings(replica_timeout_s=60.0), ClusterSettings(max_sessions=1)
     ray.get(controller.announce.remote(Deployment("first", first, log)))
@@ -196,7 +196,7 @@ def test_a_log_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 
 def test_a_controller_that_starts_while_redis_is_away_waits_for_it(tmp_path: Path) -> None:
-    """It died, and whoever called it had to start it again until Redis was there."""
+    """Earlier the controller died, and callers had to start it again until Redis was back."""
     server = RedisServer()
     log = server.log()
     server.kill()

@@ -1,8 +1,8 @@
-"""Controllers and callers of two versions in one Ray cluster: each process reads Ray's class of the actor with its own
+"""Controllers and callers of two versions in one Ray cluster. Each process loads Ray's class of the actor from its own
 code.
 
-A version is a folder with a `controllers/cluster_actor.py` of its own, which is first on the path of its processes. All
-else is this version's.
+A version is a folder with its own `controllers/cluster_actor.py`, which comes first on the path of its processes.
+Everything else is this version's.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def version_1(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def run_driver(code: str, folder: Path, name: str) -> None:
-    """In a process of the version in `folder`, outside the repository: Ray puts a driver's folder on workers' paths."""
+    """Runs `code` in a process of the version in `folder`, outside the repository, because Ray puts a driver's folder
+    on the workers' paths."""
     address = ray.get_runtime_context().gcs_address
     done = subprocess.run(
         [sys.executable, "-c", code, address, name, NAMESPACE, str(folder)],
@@ -122,8 +123,8 @@ async def version_at(name: str) -> int:
 def test_a_controller_of_version_1_hears_of_the_deployment_and_is_replaced(
     version_1: Path, tmp_path: Path
 ) -> None:
-    """Its handle has the methods of this version's class, whose calls then fail; or methods that take no positional
-    arguments, where a method of version 1 is no more."""
+    """The handle of the old controller has the methods of this version's class, and calls of them fail. Where a method
+    of version 1 has been removed, the handle's methods take no positional arguments."""
     name = tmp_path.name
     log = SqliteLogSettings(str(tmp_path / "sessions.db"))
     deployment = Deployment("new", ClusterSettings(), log)
@@ -152,7 +153,8 @@ def test_a_controller_of_version_1_hears_of_the_deployment_and_is_replaced(
 
 
 def test_callers_of_version_1_reach_the_controller(version_1: Path, tmp_path: Path) -> None:
-    """Ray's class of the actor must load where methods of it are unknown, and have what version 1 calls."""
+    """Ray must be able to load the actor's class where some of its methods are unknown, and the class must have what
+    version 1 calls."""
     name = tmp_path.name
     controller = create(name, SqliteLogSettings(str(tmp_path / "sessions.db")))
     assert ray.get(controller.sessions.remote()) == []

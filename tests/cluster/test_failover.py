@@ -1,4 +1,4 @@
-"""What survives a killed controller or replica between turns: nothing committed is lost."""
+"""What survives when a controller or replica is killed between turns: nothing committed is lost."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_killed_replica_loses_no_committed_turn(cluster: ServedCluster, client: 
         entry = cluster.sessions()[session.session_id]
         assert entry["epoch"] == before[session.session_id]["epoch"] + moved
         assert (entry["replica_id"] == before[session.session_id]["replica_id"]) is not moved
-        # Adopted for good: the next turn finds its KV.
+        # The new owner keeps the session: the next turn finds its KV there.
         session.turn(random_tokens(rng, 3))
     for session in sessions:
         session.close()

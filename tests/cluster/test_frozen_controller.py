@@ -1,4 +1,4 @@
-"""A controller that does not answer: turns of known owners run, and those that have finished wait for it."""
+"""While the controller does not answer, turns with a known owner run, and finished turns wait for it."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def test_turns_wait_for_a_frozen_controller_and_keep_their_kv(cluster: ServedClu
         for turn in turns:
             assert len(turn.result(60)) == 40
         for talk in talks:
-            talk.exact_turn([600])  # which finds all of the history's KV
+            talk.exact_turn([600])  # finds the KV of the whole history
             talk.close()

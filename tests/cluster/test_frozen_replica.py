@@ -1,4 +1,4 @@
-"""A replica that neither answers nor dies keeps nobody from the others."""
+"""A replica that neither answers nor dies does not keep anybody from the other replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from served_cluster import ServedCluster, eventually
 from session_client import generate_once
 
 AT_ONCE_S = 8.0
-"""On a busy machine; a call to a replica may take 15."""
+"""Limit for an answer "at once" on a busy machine. A call to a replica may take 15 s."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""HAProxy, which Ray Serve can put in place of its own proxy, in front of two ingresses: everything holds there too."""
+"""HAProxy, which can replace Ray Serve's own proxy, in front of two ingresses: the same guarantees hold."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def client(fronted: ServedCluster) -> Iterator[httpx.Client]:
 
 
 def served_calls(served: ServedCluster) -> dict[str, int]:
-    """Calls that each ingress has had through HAProxy so far, by HAProxy's name for it."""
+    """Number of calls that each ingress has had through HAProxy so far, by HAProxy's name for the ingress."""
     port = served.environment["RAY_SERVE_HAPROXY_STATS_PORT"]
     header, *rows = httpx.get(f"http://127.0.0.1:{port}/stats;csv").text.splitlines()
     column = header.split(",").index("stot")
@@ -79,7 +79,7 @@ def test_sessions_are_pinned_whichever_ingress_a_turn_comes_through(fronted: Ser
         with fronted.client() as client:
             session = Conversation.open(client)
             for _ in range(6):
-                session.turn(random_tokens(rng, 12))  # checks that the KV was found
+                session.turn(random_tokens(rng, 12))  # checks that the turn found its KV
             session.close()
 
     before = served_calls(fronted)
@@ -138,7 +138,8 @@ def test_errors_keep_their_shape(client: httpx.Client) -> None:
 
 
 def test_responses_are_told_over_a_websocket(fronted: ServedCluster) -> None:
-    """Through HAProxy and Ray's direct path: several on one connection, stored and not, and a refused handshake."""
+    """Through HAProxy and Ray's direct path: several responses on one connection, stored and not, and a refused
+    handshake."""
     address = f"{fronted.url.replace('http', 'ws', 1)}/v1/responses"
     client = openai.OpenAI(base_url=f"{fronted.url}/v1", api_key="none")
     asked: dict[str, Any] = {"model": "kedge-chat", "temperature": 0, "max_output_tokens": 16}
@@ -177,7 +178,7 @@ def test_leaving_a_websocket_ends_its_turn(fronted: ServedCluster) -> None:
 def test_no_timeout_of_haproxys_cuts_off_a_silent_turn(fronted: ServedCluster) -> None:
     (config,) = fronted.directory.glob("*/haproxy.cfg")
     limits = dict(re.findall(r"timeout (server|client|tunnel|http-request) (\w+)", config.read_text()))
-    assert limits == {"client": "3600s", "http-request": "10s"}  # the latter ends when the request has come
+    assert limits == {"client": "3600s", "http-request": "10s"}  # the latter ends once the request arrives
 
 
 def test_killed_ingress_costs_no_later_call(fronted: ServedCluster, client: httpx.Client) -> None:
@@ -185,7 +186,7 @@ def test_killed_ingress_costs_no_later_call(fronted: ServedCluster, client: http
     session.turn([400, 401])
     victim, _ = fronted.pids(INGRESS)
     fronted.kill(victim)
-    eventually(lambda: not Path(f"/proc/{victim}").exists())  # its sockets go before its last trace
+    eventually(lambda: not Path(f"/proc/{victim}").exists())  # its sockets close before its /proc entry goes
     for _ in range(20):
         session.turn([402], 1)
     session.close()
@@ -202,14 +203,15 @@ def test_killed_replica_loses_no_committed_turn(fronted: ServedCluster, client: 
 
 
 def addresses(served: ServedCluster) -> dict[str, tuple[str, int]]:
-    """Of the ingresses that HAProxy is to send calls to, by its name for them."""
+    """Host and port of each ingress in HAProxy's configuration, by HAProxy's name for the ingress."""
     (config,) = served.directory.glob("*/haproxy.cfg")
     found = re.findall(r"server (SERVE_REPLICA_kedge-Ingress\S+) (\S+):(\d+) check", config.read_text())
     return {name: (host, int(port)) for name, host, port in found}
 
 
 def test_an_ingress_that_goes_listens_until_haproxy_knows(fronted: ServedCluster) -> None:
-    """It closed its connections at once. A call that HAProxy had just sent on one of them had no answer."""
+    """Earlier the ingress closed its connections at once. A call that HAProxy had just sent on one of them got no
+    answer."""
 
     def to(count: int) -> set[str]:
         override = [{"name": "Ingress", "num_replicas": count}]
@@ -225,8 +227,8 @@ def test_an_ingress_that_goes_listens_until_haproxy_knows(fronted: ServedCluster
 
 
 def test_serve_run_that_is_terminated_leaves_no_haproxy_behind(fronted: ServedCluster) -> None:
-    """The last test of this file. With SIGTERM nobody tells HAProxy to stop, and `ray stop` does not know it: it would
-    keep the port."""
+    """Runs last in this file. On SIGTERM nothing else tells HAProxy to stop, and `ray stop` does not know it, so
+    HAProxy would keep the port."""
     assert fronted.pids(BINARY)
     fronted.terminate()
     eventually(lambda: not fronted.pids(BINARY), 30)

@@ -1,4 +1,4 @@
-"""A killed replica's turns go on elsewhere in mid-stream: each client gets one whole answer, each session one turn."""
+"""Turns of a killed replica go on elsewhere in mid-stream. Each client gets one whole answer, each session one turn."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def chatted(client: httpx.Client, session_id: str, text: str) -> str:
 
 
 def story(client: httpx.Client, session_id: str, heard: Heard = lambda _: None) -> str:
-    """The text of a long streamed answer; `heard` is called with the number of each chunk."""
+    """The text of a long streamed answer. Calls `heard` with the number of each chunk."""
     body = said("Tell me a story.") | {"max_tokens": LENGTH, "ignore_eos": True, "stream": True}
     pieces = []
     with client.stream(
@@ -40,7 +40,7 @@ def story(client: httpx.Client, session_id: str, heard: Heard = lambda _: None) 
 
 
 def told_at_once(client: httpx.Client, **headers: str) -> httpx.Response:
-    """A long answer with log-probabilities that is not streamed."""
+    """A long answer with log-probabilities, not streamed."""
     body = {
         "model": "kedge-chat",
         "prompt": NEW,
@@ -84,7 +84,7 @@ def test_every_turn_of_a_killed_replica_goes_on(cluster: ServedCluster, client: 
             assert len(choice["logprobs"]["token_logprobs"]) == LENGTH
             assert reply.json()["usage"]["completion_tokens"] == LENGTH
 
-    # The two streams; of those that are not streamed nobody knows how far they were.
+    # The two streams. For the turns that are not streamed, nobody knows how far they were.
     assert cluster.metric("kedge_takeovers_total") >= takeovers + 2
     after = cluster.sessions()
     for session in (streamed, chatting, whole):
@@ -92,7 +92,7 @@ def test_every_turn_of_a_killed_replica_goes_on(cluster: ServedCluster, client: 
         assert new["turns"] == old["turns"] + 1
         if (
             session is not whole or new["epoch"] != old["epoch"]
-        ):  # it began first, and may have ended before the kill
+        ):  # this turn began first and may have ended before the kill
             assert new["epoch"] == old["epoch"] + 1
             assert new["replica_id"] != owner
     assert after[streamed.session_id]["tokens"] == len(streamed.history)
@@ -133,8 +133,8 @@ def test_a_turn_goes_on_though_its_next_replica_is_killed_too(
 
 
 def settle(session: Conversation) -> None:
-    """The session's next turns are right, and find its KV. On a busy machine the turn may have been committed before
-    its replica was killed: then the one that answered it from the log has none yet."""
+    """The session's next turns are right and find its KV. On a busy machine the turn may have been committed before its
+    replica was killed. Then the replica that answered from the log has no KV yet."""
     session.exact_turn([410, 411], resumed=True)
     session.turn([412])
 

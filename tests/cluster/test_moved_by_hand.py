@@ -1,4 +1,4 @@
-"""An operator moves a session with `kedge sessions move`: between replicas that are processes, over a real log."""
+"""An operator moves a session with `kedge sessions move`, between replica processes, with a real log."""
 
 from __future__ import annotations
 

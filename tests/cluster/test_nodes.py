@@ -1,5 +1,5 @@
-"""Several nodes on one machine: what happens to one of them, or to the engine there, ends no turn. In this order, on
-one cluster: the last test takes its head away."""
+"""Several nodes on one machine. Losing a node, or an engine on it, ends no turn. The tests share one cluster and depend
+on their order: the last one kills the head."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEAD_AWAY_S = 5.0
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """A worker more than there are replicas: for the one that takes the place of another."""
+    """One worker more than replicas, for the replica that replaces another."""
     settings = {"replicas": {"step_timeout_s": STEP_TIMEOUT_S, "graceful_shutdown_timeout_s": GRACE_S}}
     with pytest.MonkeyPatch.context() as environment:
         nodes = Nodes(
@@ -49,12 +49,12 @@ def all_there(nodes: Nodes, without: str) -> bool:
 
 
 def test_an_engine_that_hangs_is_left_and_replaced(nodes: Nodes) -> None:
-    """Its turns, and those of its sessions, waited until Serve killed it, GRACE_S after it had noticed. They may all be
-    in mid-stream when it hangs, so that none waits for its first token."""
+    """Earlier its turns, and those of its sessions, waited until Serve killed the replica, GRACE_S after Serve noticed.
+    All turns may be in mid-stream when it hangs, so none need wait for its first token."""
     sign = nodes.state_dir / HANG
 
     def hang() -> None:
-        victim, _ = Counter(nodes.owners().values()).most_common(1)[0]  # somebody talks to it
+        victim, _ = Counter(nodes.owners().values()).most_common(1)[0]  # a replica with sessions
         sign.write_text(str(nodes.replicas()[victim]["pid"]))
         eventually(lambda: all_there(nodes, victim), REPLACED_S)
 
@@ -64,7 +64,7 @@ def test_an_engine_that_hangs_is_left_and_replaced(nodes: Nodes) -> None:
 
 
 def test_a_node_that_is_drained_ends_no_turn(nodes: Nodes) -> None:
-    """As before a spot instance is taken away. Ray ends a node for being idle only if it is."""
+    """Drains as before a spot instance is taken away. Ray ends a node as idle only if it is idle."""
     victim, node = min(nodes.homes().items())
     refused = nodes.drain(node, "DRAIN_NODE_REASON_IDLE_TERMINATION")
     assert "no longer idle" in refused.stderr
@@ -114,8 +114,8 @@ def test_replicas_are_spread_and_a_lost_node_ends_no_turn(nodes: Nodes) -> None:
 
 
 def test_workers_serve_while_the_head_is_away_and_go_on_with_the_next(nodes: Nodes) -> None:
-    """Both Ray's state and the session log are in Redis. What the head had, the session ledger and Serve's controller
-    among it, is made again; replicas, their sessions and their KV stay where they are."""
+    """Both Ray's state and the session log are in Redis. The new head recreates what the old head had, including the
+    session ledger and Serve's controller. Replicas, their sessions and their KV stay where they are."""
     replicas = set(nodes.replicas())
     with nodes.client_at_worker() as client:
         sessions = [Conversation.open(client) for _ in range(SESSIONS)]
@@ -134,6 +134,6 @@ def test_workers_serve_while_the_head_is_away_and_go_on_with_the_next(nodes: Nod
         after = nodes.owners()
         for session in sessions:
             assert after[session.session_id] == before[session.session_id]
-            session.turn([403])  # with the KV that it had
+            session.turn([403])  # finds its KV
             session.exact_turn([404])
             session.close()

@@ -1,4 +1,4 @@
-"""`kedge serve` on a Ray cluster that is there already, as docs/operations.md has it in 'A cluster of your own'."""
+"""`kedge serve` on an existing Ray cluster, as docs/operations.md describes in 'A cluster of your own'."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def is_there(address: str, token: str) -> bool:
 
 @pytest.fixture
 def served() -> Iterator[ServedCluster]:
-    """Not started yet. The Ray cluster is, by a user whose home directory has the token."""
+    """A cluster that is not started yet. Its Ray cluster runs, started by a user whose home directory has the token."""
     served = ServedCluster(ROOT / "configs" / "cluster.yaml")
     home = tempfile.mkdtemp(prefix="kd", dir="/tmp")  # Ray's sockets need a short path
     served.environment = {"HOME": home, "RAY_AUTH_MODE": "token"}
@@ -55,9 +55,9 @@ def served() -> Iterator[ServedCluster]:
         yield served
     finally:
         served.stop()
-        os.killpg(head.pid, signal.SIGKILL)  # asked to stop it drains the node first, for half a minute
+        os.killpg(head.pid, signal.SIGKILL)  # a stop on request first drains the node for half a minute
         head.wait(TIMEOUT_S)
-        shutil.rmtree(home, ignore_errors=True)  # the last of its processes may still write
+        shutil.rmtree(home, ignore_errors=True)  # the last of its processes may still be writing
 
 
 def test_turns_on_a_cluster_that_was_there(served: ServedCluster) -> None:

@@ -1,4 +1,4 @@
-"""Sessions stay where they are, find their KV there, and leave nothing behind."""
+"""Sessions stay on their replica, find their KV there, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from session_client import Conversation, generate_once, random_tokens
 NUM_SESSIONS = 32
 NUM_TURNS = 10
 AT_ONCE = 6
-"""Too few to crowd a replica: sessions would leave it."""
+"""Too few to crowd a replica. Sessions would leave a crowded one."""
 
 
 def run_session(cluster: ServedCluster, seed: int) -> Conversation:
@@ -40,7 +40,7 @@ def test_32_sessions_of_10_turns(cluster: ServedCluster, client: httpx.Client) -
     assert cluster.metric("kedge_ownership_transfers_total") == transfers
     assert cluster.pages()["leaked"] == 0
 
-    # What the turns said equals what one request with the whole history says.
+    # The turns' answers equal those of one request with the whole history.
     for session in random.Random(1).sample(sessions, 4):
         prompt, expected = session.history[:-1], session.history[-1]
         assert generate_once(client, prompt, 1) == [expected]
@@ -54,7 +54,7 @@ def test_32_sessions_of_10_turns(cluster: ServedCluster, client: httpx.Client) -
 
 
 def test_concurrent_calls_of_one_http_request(client: httpx.Client) -> None:
-    """They share Ray Serve's request id; each must still find a replica."""
+    """The calls share Ray Serve's request id. Each must still find a replica."""
     body = {
         "model": "kedge-chat",
         "prompt": "one two",

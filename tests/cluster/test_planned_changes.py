@@ -1,5 +1,5 @@
-"""Replicas are taken away and replaced while clients talk: no turn fails, none is said twice, nobody waits for a
-load."""
+"""Replicas are removed and replaced while clients talk. No turn fails, no turn is answered twice, and nobody waits for
+a replica to load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from talk import talk_through
 
 DRAINED = "kedge_ownership_drained_total"
 LENGTH = 1500
-"""Of an answer that takes longer than its replica is listed."""
+"""Tokens of an answer that outlasts the time for which its replica is listed."""
 
 
 def null_app(document: dict[str, Any]) -> None:
@@ -31,8 +31,9 @@ def cluster(shared_cluster: ServedCluster) -> ServedCluster:
 
 
 def test_a_rolling_update_fails_no_turn(cluster: ServedCluster) -> None:
-    """Replicas drained by Serve were reported lost, registered again as the emptiest, and attracted sessions. A long
-    answer is told to its end; the next turn goes elsewhere with the whole history, as those of idle sessions."""
+    """Earlier, replicas that Serve drained were reported lost, registered again as the emptiest, and attracted
+    sessions. A long answer runs to its end. The next turn goes elsewhere with the whole history, as do those of idle
+    sessions."""
     before = set(cluster.replicas())
     drained, stale = cluster.metric(DRAINED), cluster.metric("kedge_turns_total", outcome="stale")
     with cluster.client() as client:
@@ -60,7 +61,7 @@ def test_a_rolling_update_fails_no_turn(cluster: ServedCluster) -> None:
 
 
 def test_scaling_down_and_up_fails_no_turn(cluster: ServedCluster) -> None:
-    """By Serve's own override, beside `args`: a change of `args` would replace every replica."""
+    """Scales through Serve's own override, beside `args`. A change of `args` would replace every replica."""
     before = set(cluster.replicas())
 
     def to(count: int) -> None:

@@ -1,4 +1,4 @@
-"""The Ray cluster that `kedge serve` starts does nothing for those who have not its token."""
+"""The Ray cluster that `kedge serve` starts does nothing for callers without its token."""
 
 from __future__ import annotations
 

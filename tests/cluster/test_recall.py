@@ -1,4 +1,4 @@
-"""The embedded model remembers across the turns of 32 sessions: facts come back right through HTTP."""
+"""The embedded model remembers facts across the turns of 32 sessions, through HTTP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIN_TOKENS = 500
 
 
 def test_facts_are_recalled_in_32_sessions(cluster: ServedCluster) -> None:
-    """The committed evaluation, on few dialogues: its full figures stand in assets/training/README.md."""
+    """Runs the committed evaluation on few dialogues. Its full figures are in assets/training/README.md."""
     ruler = Ruler(AutoTokenizer.from_pretrained(MODEL))
     dialogues = list(islice(cases(ruler, FIRST_SEED, MIN_TURNS, MIN_TOKENS), NUM_SESSIONS))
     with cluster.client() as client, ThreadPoolExecutor(AT_ONCE) as pool:

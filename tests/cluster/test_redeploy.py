@@ -1,5 +1,5 @@
-"""A redeploy on a running cluster: what the file says counts, and sessions stay. What is wrong in the file is refused
-by name, and the application goes on as it was."""
+"""A redeploy on a running cluster: the new settings take effect and sessions stay. A wrong setting is refused by name,
+and the application goes on as before."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def status(cluster: ServedCluster) -> str:
 
 
 def redeploy(cluster: ServedCluster, section: str, **changes: Any) -> None:
-    """Until all replicas are those of the changed settings."""
+    """Deploys the change. Returns when all replicas have it, or when the deployment has failed."""
 
     def edit(document: dict[str, Any]) -> None:
         document["applications"][0]["args"].setdefault(section, {}).update(changes)
@@ -52,7 +52,7 @@ def second_session(client: httpx.Client) -> httpx.Response:
 def test_a_redeploy_takes_effect_without_losing_sessions_and_another_log_is_refused(
     cluster: ServedCluster,
 ) -> None:
-    """The detached controller kept its first settings, and whatever log it had, without a word."""
+    """Earlier the detached controller kept its first settings and its log, and reported nothing."""
     with cluster.client() as client:
         session = Conversation.open(client, "first")
         session.exact_turn([400, 401, 402])
@@ -88,7 +88,7 @@ def test_an_unknown_key_is_refused_by_name(cluster: ServedCluster) -> None:
 
 
 def test_a_replica_that_cannot_start_says_why_and_nothing_else(cluster: ServedCluster) -> None:
-    """Serve tears down what never came to be, which complained of its own missing parts."""
+    """Earlier, when Serve tore down such a replica, the replica complained of its own missing attributes."""
     replicas, told_before = set(cluster.replicas()), cluster.log_text()
 
     def fp8_on_a_cpu(document: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A session log in Redis: it outlives the cluster, and while it is away finished turns wait for it."""
+"""A session log in Redis outlives the cluster. While Redis is away, finished turns wait for it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def served(server: RedisServer) -> Iterator[ServedCluster]:
 
 
 def test_turns_wait_for_a_frozen_redis_and_keep_their_kv(first: ServedCluster, server: RedisServer) -> None:
-    """They ended in store_unavailable after two seconds, and what they had said was computed again."""
+    """Earlier the turns ended in store_unavailable after two seconds, and their answers were computed again."""
     with first.client() as client, ThreadPoolExecutor(SESSIONS + 1) as pool:
         talks = [Conversation.open(client) for _ in range(SESSIONS)]
         for number, talk in enumerate(talks):
@@ -64,7 +64,7 @@ def test_turns_wait_for_a_frozen_redis_and_keep_their_kv(first: ServedCluster, s
         for turn in turns:
             assert len(turn.result(60)) == 40
         for talk in [*talks, opening.result(60)]:
-            talk.exact_turn([600])  # which finds all of the history's KV
+            talk.exact_turn([600])  # finds the KV of the whole history
             talk.close()
         eventually(lambda: first.metric("kedge_commits_pending") == 0)
         for outcome in ("store_failed", "stale", "error", "unavailable"):
@@ -72,8 +72,8 @@ def test_turns_wait_for_a_frozen_redis_and_keep_their_kv(first: ServedCluster, s
 
 
 def test_a_second_cluster_takes_over_session_by_session(first: ServedCluster, server: RedisServer) -> None:
-    """As a RayService upgrade starts it beside the first. It fenced the first as soon as it opened the log. Sessions
-    outlive a cluster that ends."""
+    """The second cluster runs beside the first, as in a RayService upgrade. Earlier it fenced the first as soon as it
+    opened the log. Sessions outlive a cluster that ends."""
     with first.client() as client:
         moving, staying = Conversation.open(client), Conversation.open(client)
         for session in (moving, staying):
@@ -81,7 +81,7 @@ def test_a_second_cluster_takes_over_session_by_session(first: ServedCluster, se
         with served(server) as second, second.client() as second_client:
             later = Conversation.open(client)
             for session in (moving, staying, later):
-                session.exact_turn([403])  # with the KV that it had
+                session.exact_turn([403])  # finds its KV
             assert second.sessions() == {}
             for session in (moving, later):
                 session.client = second_client
@@ -90,7 +90,8 @@ def test_a_second_cluster_takes_over_session_by_session(first: ServedCluster, se
             assert second.sessions().keys() == {moving.session_id, later.session_id}
             eventually(lambda: first.sessions().keys() == {staying.session_id})
             staying.exact_turn([406])
-            # Until their next heartbeats the former replicas hold what was claimed: a turn that came would be in vain.
+            # Until their next heartbeats the first cluster's replicas still hold the claimed sessions. A turn would
+            # fail there.
             eventually(lambda: sum(replica["sessions"] for replica in first.replicas().values()) == 1)
             moving.client = client
             moving.turn([407], resumed=True)

@@ -1,4 +1,4 @@
-"""Responses that are made behind their requests, at two ingresses: whichever is asked knows of those of the other."""
+"""Background responses at two ingresses: each ingress knows the responses of the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from served_cluster import ServedCluster, eventually
 INGRESS = "ray::ServeReplica:kedge:Ingress"
 ENDED = ("completed", "incomplete", "failed", "cancelled")
 MANY = 8
-"""Responses or calls: each ingress has some of them."""
+"""Number of responses or calls. It is large enough that each ingress gets some."""
 LONG: dict[str, Any] = {
     "input": "Tell me everything.",
     "background": True,
@@ -48,7 +48,8 @@ def begin(cluster: ServedCluster, **fields: Any) -> str:
 
 
 def now(cluster: ServedCluster, response_id: str) -> dict[str, Any]:
-    """As some ingress has it. One that has just died answers nothing: its connections end, or its proxy says 5xx."""
+    """The response as some ingress has it. An ingress that has just died does not answer: its connections end, or its
+    proxy answers 5xx."""
 
     def answer() -> httpx.Response | None:
         with cluster.client() as http:

@@ -1,4 +1,4 @@
-"""What a real cluster serves: the metrics that are defined, and what Ray's own boards show of it."""
+"""What a real cluster serves: the defined metrics, and what Ray's own dashboards show of them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from serving.watch.definitions import DEFINITIONS
 from serving.watch.ray_llm import NOT_TOLD, LLMNames
 
 NOT_OF_KEDGE = re.compile(r"_grpc_|multiplexed")
-"""Of Serve's boards: there is no gRPC, and no multiplexed model."""
+"""Queries of Serve's dashboards that have no data with Kedge: it has no gRPC and no multiplexed model."""
 AS_IT_COMES = re.compile(r"_gpus_|_gram_|recently_failed_nodes|_scheduling_tasks")
-"""What a machine without GPUs, and a cluster in which all is well, may not have."""
+"""Queries that may have no data: on a machine without GPUs, or in a cluster without failures."""
 WHOLE_MINUTE_S = 60.0
-"""One panel looks at whole minutes only, so boards are asked for what they will show when the next one has begun."""
+"""One panel looks only at whole minutes. So queries ask about a time when the next minute has begun."""
 
 
 def with_rays_names(document: dict[str, Any], names: LLMNames = "vllm") -> None:
@@ -51,7 +51,7 @@ def families(text: str) -> dict[str, Metric]:
 
 
 def talk(client: httpx.Client) -> None:
-    """Turns at every replica, of every kind."""
+    """Turns of every kind, at every replica."""
     model = client.get("/v1/models").json()["data"][0]["id"]
     for number in range(8):
         chat = {
@@ -82,7 +82,7 @@ def test_the_page_is_what_is_defined(cluster: ServedCluster, client: httpx.Clien
 
 
 def _whole(page: dict[str, Metric]) -> dict[str, Metric] | None:
-    """Tenants' figures come with the first look of each replica."""
+    """The page once it has every metric. Tenants' figures appear with the first census of each replica's KV."""
     return page if set(DEFINITIONS) <= set(page) else None
 
 
@@ -104,7 +104,7 @@ def prometheus(rays_folder: Path) -> Iterator[RayPrometheus]:
 
 
 def chats(client: httpx.Client, rng: random.Random) -> int:
-    """One with a session, one that is refused, and one that is broken off."""
+    """One call with a session, one that is refused, and one that is broken off."""
     chat = {
         "model": "kedge-chat",
         "messages": [{"role": "user", "content": f"number {rng.randrange(10**9)}"}],
@@ -120,7 +120,7 @@ def chats(client: httpx.Client, rng: random.Random) -> int:
 
 
 def fill(cluster: ServedCluster, prometheus: RayPrometheus, expected: list[BoardQuery]) -> None:
-    """Waits until each of these has had a number, while clients chat. Gauges that are seldom set come and go: Ray
+    """Waits until each query has had a number, while clients chat. Gauges that are seldom set come and go, because Ray
     shows them for two of its intervals."""
     missing = expected
 
@@ -141,7 +141,7 @@ def fill(cluster: ServedCluster, prometheus: RayPrometheus, expected: list[Board
 def test_rays_boards_for_serve_fill(
     cluster: ServedCluster, prometheus: RayPrometheus, rays_folder: Path
 ) -> None:
-    """But for what there is none of."""
+    """Except queries about what Kedge does not have."""
     asked = [each for board in ("serve", "serve_deployment") for each in queries_of(rays_folder, board)]
     empty = [each for each in asked if NOT_OF_KEDGE.search(each.expression)]
     certain = [each for each in asked if each not in empty and not AS_IT_COMES.search(each.expression)]
@@ -153,7 +153,8 @@ def test_rays_boards_for_serve_fill(
 def test_rays_board_for_llms_fills(
     cluster: ServedCluster, prometheus: RayPrometheus, rays_folder: Path, names: LLMNames, board: str
 ) -> None:
-    """But for what Kedge says it does not have. Serve's requests count turns, so the variables offer the replicas."""
+    """Except queries about what Kedge does not report. Serve's requests count turns, so the variables offer the
+    replicas."""
     cluster.use(partial(with_rays_names, names=names))
     asked = queries_of(rays_folder, board)
     empty = [each for each in asked if any(f"ray_{start}" in each.expression for start in NOT_TOLD)]

@@ -1,4 +1,5 @@
-"""Forks through HTTP and real replicas: they share KV, go their own ways, outlive each other, survive a crash."""
+"""Forks through HTTP and real replicas. They share KV, continue independently, outlive each other and survive a
+crash."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ KEDGE = Path(sys.executable).with_name("kedge")
 
 
 def forked(parent: Conversation, length: int | None = None) -> Conversation:
-    """A fork of `parent`, checked: it stands beside it and has its KV."""
+    """A fork of `parent`. Checks that it has the parent's history and KV."""
     body = {} if length is None else {"length": length}
     reply = parent.client.post(f"/v1/kedge/sessions/{parent.session_id}/fork", json=body)
     assert reply.status_code == 200, reply.text
@@ -27,10 +28,10 @@ def forked(parent: Conversation, length: int | None = None) -> Conversation:
 
 
 def check_against_a_fresh_session(client: httpx.Client, session: Conversation, new: list[int]) -> None:
-    """The next turn says what a session says that gets the whole history as its first input."""
+    """The next turn answers as a new session does that gets the whole history as its first input."""
     fresh = Conversation.open(client)
-    fresh.turn(session.history + new, resumed=True)  # cached prefixes may be there already
-    session.turn(new)  # checks that its KV was there
+    fresh.turn(session.history + new, resumed=True)  # may find cached prefixes
+    session.turn(new)  # checks that it found its KV
     assert session.history == fresh.history
     fresh.close()
 

@@ -1,4 +1,4 @@
-"""A replica of two ranks on a real cluster: it answers as one rank does, and is replaced as a whole."""
+"""A replica of two ranks on a real cluster answers as one rank does, and is replaced as a whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def two_ranks(document: dict[str, Any]) -> None:
     (application,) = document["applications"]
     application["args"]["execution"] = {"tensor_parallel": 2}
     application["args"]["replicas"] |= {"count": 1, "num_cpus": 0.4}
-    # Nobody else can take over: a turn waits until the replica has been replaced.
+    # No other replica can take over. A turn waits until the replica has been replaced.
     application["args"]["ingress"] |= {"failover_timeout_s": 120}
 
 
@@ -34,7 +34,7 @@ def cluster(shared_cluster: ServedCluster) -> ServedCluster:
 
 
 def alone(prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Greedy tokens of an engine in this process."""
+    """Greedy tokens of an engine in this process, as the reference."""
     told: list[TokenDelta] = []
     model = ModelSettings(str(MODEL), device="cpu", num_threads=1)
     engine = build_engine(EngineSettings(model, CacheSettings(16, 64)), told.extend)
@@ -70,7 +70,7 @@ def test_two_ranks_answer_as_one(cluster: ServedCluster) -> None:
 
 
 def test_a_lost_rank_takes_its_replica_along_and_its_turn_goes_on(cluster: ServedCluster) -> None:
-    """At the replica that comes in its place."""
+    """The turn goes on at the replica that replaces the lost one."""
     rng = random.Random(5)
     (before,) = cluster.replicas()
     (rank,) = cluster.pids(RANKS)

@@ -1,4 +1,4 @@
-"""Traces and logs of a real cluster: across its processes, and in Ray Serve's files."""
+"""Traces and logs of a real cluster, across its processes and in Ray Serve's files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def cluster(shared_cluster: ServedCluster, collector: Collector) -> ServedCluste
 
 
 def records(cluster: ServedCluster) -> list[dict[str, Any]]:
-    """All that front ends and replicas have logged."""
+    """All log records of front ends and replicas."""
     folder = cluster.directory / "ray" / "session_latest" / "logs" / "serve"
     files = Path(folder).glob("replica_kedge_*.log")
     lines = [line for path in files for line in path.read_text().splitlines()]

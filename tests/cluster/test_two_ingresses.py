@@ -1,4 +1,4 @@
-"""Two ingresses before one replica: whichever a call comes through knows, or finds out, what it needs of the other."""
+"""Two ingresses with one replica: whichever gets a call knows, or finds out, what it needs from the other."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from session_client import Conversation, generate_once
 
 INGRESS = "ray::ServeReplica:kedge:Ingress"
 NUM_CALLS = 6
-"""Calls at the same time: each ingress has some of them."""
+"""Number of calls at the same time, large enough that each ingress gets some."""
 
 AT_ONCE_S = 8.0
-"""On a busy machine; an ingress waits for another 3."""
+"""Limit for an answer "at once" on a busy machine. An ingress waits 3 s for the other."""
 
 PROMPT = [400, 401, 402]
 LENGTH = 600
 GOING_S = 45.0
-"""Until a deploy has reached the ingresses and they have seen it; their streams could go on for 60 from then."""
+"""Limit until a deploy has reached the ingresses and they have noticed. From then their streams could go on for 60
+s."""
 LEFTOVERS_S = 5.0
-"""On a busy machine; until the turn of an ingress that died is taken back."""
+"""Limit on a busy machine until the turn of an ingress that died is taken back."""
 
 
 def two_ingresses_one_replica(document: dict[str, Any]) -> None:
@@ -53,7 +54,7 @@ def client(cluster: ServedCluster) -> Iterator[httpx.Client]:
 
 
 def lookups(client: httpx.Client) -> dict[str, float]:
-    """What a scrape shows of each ingress's counter."""
+    """The lookup counter of each ingress, from one scrape."""
     return {
         sample.labels["ingress"]: sample.value
         for family in text_string_to_metric_families(client.get("/metrics").text)
@@ -76,7 +77,7 @@ def test_every_scrape_shows_every_ingress_and_no_counter_goes_back(
     cluster: ServedCluster, client: httpx.Client
 ) -> None:
     def short_session(_: int) -> None:
-        with cluster.client() as http:  # of several calls at once no ingress gets all
+        with cluster.client() as http:  # calls at the same time do not all reach one ingress
             session = Conversation.open(http)
             session.turn(PROMPT, 1)
             session.close()
@@ -93,7 +94,7 @@ def test_every_scrape_shows_every_ingress_and_no_counter_goes_back(
 
 
 def test_a_frozen_ingress_holds_up_neither_scrapes_nor_aborts_at_the_other(cluster: ServedCluster) -> None:
-    """Ray's proxy still sends calls to it; those are lost on everybody."""
+    """Ray's proxy still sends calls to the frozen ingress. Those calls are lost for everybody."""
 
     def at_the_other(ask: Callable[[httpx.Client], Any]) -> Any:
         for _ in range(20):
@@ -113,7 +114,7 @@ def test_a_frozen_ingress_holds_up_neither_scrapes_nor_aborts_at_the_other(clust
 
 
 def test_an_abort_holds_while_there_is_no_replica(cluster: ServedCluster, client: httpx.Client) -> None:
-    """Whichever ingress it comes to, it ends the turns that the clients of both wait for."""
+    """The abort ends all turns that clients of either ingress wait for, whichever ingress gets it."""
     sessions = [Conversation.open(client) for _ in range(NUM_CALLS // 2)]
     begun = [threading.Event() for _ in range(NUM_CALLS)]
 
@@ -175,7 +176,7 @@ def test_a_turn_whose_ingress_is_killed_runs_once(cluster: ServedCluster, client
                 again = http.post("/generate", json=body | {"stream": False}, headers=headers)
             if again.status_code == 200:
                 return again.json()["output_ids"], broke_off, busy_s - begin_s
-            if again.status_code != 500:  # the proxy's own, before it knows that the ingress is gone
+            if again.status_code != 500:  # a 500 is the proxy's, before it knows that the ingress is gone
                 assert again.json()["error"]["code"] == "turn_in_flight", again.text
                 busy_s = time.monotonic()
 

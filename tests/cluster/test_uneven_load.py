@@ -1,4 +1,4 @@
-"""Busy sessions that share a replica spread over both: their turns stay exact, and nothing of them stays behind."""
+"""Busy sessions that share a replica spread over both replicas. Their turns stay exact and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MOVED = "kedge_ownership_rebalanced_total"
 
 
 class Talk:
-    """Turn after turn of one session. `computed` are the turns, prompt and answer, whose KV was not there."""
+    """Turn after turn of one session. `computed` has the turns (prompt, answer) that did not find their KV."""
 
     def __init__(self, session: Conversation, seed: int) -> None:
         self.session = session
         self.computed: list[tuple[list[int], list[int]]] = []
         self._rng = random.Random(seed)
         self._turn(100)
-        self.computed.clear()  # the first has none
+        self.computed.clear()  # the first turn has no KV to find
 
     def go_on(self, enough: threading.Event) -> None:
         while not enough.is_set():
@@ -38,7 +38,7 @@ class Talk:
 
 
 def sessions_with_kv(cluster: ServedCluster) -> int:
-    """At all replicas together."""
+    """Number of sessions with KV at all replicas together."""
     return sum(replica["sessions"] for replica in cluster.replicas().values())
 
 
@@ -70,9 +70,9 @@ def test_busy_sessions_of_one_replica_spread_over_both(cluster: ServedCluster, c
     assert cluster.metric(MOVED) == moved_before + moved
     assert NUM_SESSIONS // 4 <= moved <= NUM_SESSIONS
 
-    eventually(lambda: sessions_with_kv(cluster) == with_kv, 5)  # their former owner has let them go
+    eventually(lambda: sessions_with_kv(cluster) == with_kv, 5)  # the former owners have dropped their copies
     assert client.get("/v1/kedge/audit").json()["clean"]
     for talk in talks:
-        talk.session.turn([400], resumed=True)  # its replica may be crowded still
+        talk.session.turn([400], resumed=True)  # its replica may still be crowded
         talk.session.close()
     assert client.post("/flush_cache").status_code == 200

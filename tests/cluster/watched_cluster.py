@@ -1,4 +1,4 @@
-"""The cluster that a real Prometheus watches, and clients whose turns may fail."""
+"""The cluster that a real Prometheus watches, with clients whose turns may fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_PAGES = 300
 
 
 def watched(document: dict[str, Any]) -> None:
-    """Faults may be planted, and the books are not checked after each step: replicas live with a leak."""
+    """Faults may be planted. The books are not checked after each step, so that replicas survive a leak."""
     application = document["applications"][0]
     application["import_path"] = "null_app:build"
     args = application["args"]
@@ -29,11 +29,11 @@ def watched(document: dict[str, Any]) -> None:
 
 
 Work = Callable[[httpx.Client, random.Random], int]
-"""One call or several; the status of the last."""
+"""One call or several. Returns the status of the last one."""
 
 
 def stream(client: httpx.Client, tokens: list[int], num_new: int, session_id: str | None = None) -> int:
-    """A greedy turn, streamed. 0 where the stream breaks off."""
+    """A greedy turn, streamed. Returns 0 if the stream breaks off."""
     sampling = {"max_new_tokens": num_new, "temperature": 0, "ignore_eos": True}
     body: dict[str, Any] = {"input_ids": tokens, "sampling_params": sampling, "stream": True}
     if session_id is not None:
@@ -60,7 +60,7 @@ def session_of_two_turns(client: httpx.Client, rng: random.Random) -> int:
 
 @contextmanager
 def clients(cluster: ServedCluster, count: int, work: Work, pause_s: float = 0.0) -> Iterator[Counter[int]]:
-    """So many clients do that work over and over; what they are answered is counted, by status."""
+    """Clients, `count` of them, do `work` over and over. Yields the counts of the statuses they get."""
     over, statuses = threading.Event(), Counter[int]()
 
     def run(seed: int) -> None:

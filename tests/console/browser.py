@@ -1,4 +1,5 @@
-"""A headless Chromium that is installed, as Debian's package is, driven by Playwright, which brings none along here."""
+"""An installed headless Chromium (for example Debian's package), driven by Playwright. Playwright downloads no browser
+here."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 WAIT_MS = 30_000
-"""For what must happen soon, also on a busy machine."""
+"""Time limit for what must happen soon, even on a busy machine."""
 OPTIONS = (
     "--no-sandbox",
     "--disable-gpu",
@@ -24,7 +25,7 @@ WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 360, "height": 740}
 
 
 def chromium_path() -> str | None:
-    """None: there is none."""
+    """The path of Chromium; None if it is not installed."""
     named = os.environ.get("KEDGE_CHROMIUM")
     return (
         named or shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -45,8 +46,8 @@ def chromium() -> Iterator[Browser]:
 
 
 class Opened:
-    """The console in a tab of its own. `faults` are errors that the browser or the page's scripts had, violations of
-    the page's policy among them; `foreign` are calls of the page to anybody but the server."""
+    """The console in a tab of its own. `faults` lists errors of the browser and of the page's scripts, including
+    violations of the page's content policy. `foreign` lists the page's requests to other servers."""
 
     def __init__(self, browser: Browser, url: str, *, dark: bool = False, narrow: bool = False) -> None:
         self.context = browser.new_context(
@@ -64,17 +65,17 @@ class Opened:
         self.page.goto(f"{url}/console")
 
     def _said(self, message: ConsoleMessage) -> None:
-        # What a call is answered with is the page's to show: that is no fault of a script.
+        # The browser reports a failed call as an error. The page has to show it; it is no fault of a script.
         if message.type == "error" and "Failed to load resource" not in message.text:
             self.faults.append(message.text)
 
     def live(self) -> Opened:
-        """Waits until it shows the cluster."""
+        """Waits until the page shows the cluster."""
         self.page.locator("#link[data-is=up]").wait_for()
         return self
 
     def say(self, text: str) -> None:
-        """Sends it in the chat, and waits until its effect is known."""
+        """Sends a message in the chat and waits until the page shows its effect."""
         told = self.page.locator("dl.effect").count()
         self.page.get_by_label("Message").fill(text)
         self.page.get_by_role("button", name="Send").click()
@@ -82,7 +83,7 @@ class Opened:
         effect.get_by_text("at", exact=True).wait_for()
 
     def effects(self) -> list[dict[str, str]]:
-        """What each turn of the chat has done, by name of the figure."""
+        """The effect of each turn of the chat, by name of the figure."""
         return [
             dict(zip(each.locator("dt").all_inner_texts(), each.locator("dd").all_inner_texts(), strict=True))
             for each in self.page.locator("dl.effect").all()
@@ -90,7 +91,7 @@ class Opened:
 
     @property
     def overflow_px(self) -> int:
-        """By so much the page is wider than its window."""
+        """By how many pixels the page is wider than its window."""
         return int(
             self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         )

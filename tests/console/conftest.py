@@ -1,4 +1,4 @@
-"""The console in a real browser. Without Chromium its tests are skipped, which fails a run that has CI set."""
+"""The console in a real browser. Without Chromium its tests are skipped, and a run with CI set fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.console.browser import Opened, chromium, chromium_path
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """No longer than for a file: while Playwright runs, its event loop keeps out tests that have one of their own."""
+    """A browser for one file only: while Playwright runs, its event loop blocks tests that have a loop of their own."""
     if chromium_path() is None:
         pytest.skip("no Chromium")
     with chromium() as browser:
@@ -22,7 +22,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def console(browser: Browser) -> Iterator[Callable[..., Opened]]:
-    """Opens the console of a server. None may have had a fault, or have called anybody else."""
+    """Opens the console of a server. At the end no console may have had a fault or called another server."""
     opened: list[Opened] = []
 
     def open_console(url: str, **options: Any) -> Opened:

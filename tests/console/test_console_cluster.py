@@ -1,4 +1,4 @@
-"""The console before a real cluster of two replicas: it watches one die in use, and the other take its session over."""
+"""The console of a real cluster of two replicas. It shows that one dies in use and the other takes its session over."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.console.browser import Opened
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 BACK_MS = 120_000
-"""A replica that was killed is there again: its process starts, and loads the model."""
+"""Time limit for a killed replica to be back. Its process starts and loads the model."""
 
 
 @pytest.fixture(scope="module")

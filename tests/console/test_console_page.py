@@ -1,4 +1,4 @@
-"""The console in Chromium before a whole service in this process: what it shows, and what a click or a key does."""
+"""The console in Chromium with a whole service in this process: what it shows, and what clicks and keys do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def served(tmp_path: Path) -> Iterator[ServedService]:
 
 
 def row(page: Page, session: str) -> dict[str, str]:
-    """A session's line, by column."""
+    """A session's row, by column."""
     line = page.locator("#rows tr").filter(has=page.get_by_role("button", name=session, exact=True))
     expect(line).to_have_count(1)
     return dict(
@@ -66,7 +66,7 @@ def test_a_turn_shows_its_effect(served: ServedService, console: Open) -> None:
     opened.say("What is my dog called?")
     first, second = opened.effects()
     assert first["cached"].startswith("0 ")
-    # All of the first turn, or all but its last token.
+    # The cache had all of the first turn, or all but its last token.
     of_first = figure(first["prompt"]) + figure(first["answer"])
     assert figure(second["cached"]) in (of_first, of_first - 1)
     assert first["KV pages"].startswith("0 → ")

@@ -1,7 +1,8 @@
-"""One cell of the matrix: eight sessions of six turns at once through the engine, with everything that gets in the way.
+"""One cell of the matrix: eight sessions of six turns, at the same time, through the engine, with all disturbances.
 
-The engine is the real one, stepped by hand instead of by its thread, so that a cell is repeatable. Its books are
-walked after every step, and what is free is filled with NaN: KV read after it was given back spoils the tokens.
+The engine is the real one. It is stepped by hand instead of by its thread, so that a cell is repeatable. The books are
+checked after every step, and free pages are filled with NaN, so that KV that is read after it was freed changes the
+tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SESSIONS = 8
 TURNS = 6
 CONTEXT = 112
 POOLS = {1: 300, 16: 20, 256: 5}
-"""Pages by page size: about half of what all sessions hold at their ends."""
+"""Number of pages by page size: about half of what all sessions hold at their ends."""
 HOST_PAGES = {1: 120, 16: 8, 256: 2}
 RETRACTING_STEPS = 400
 MOST_STEPS = 4000
@@ -54,7 +55,7 @@ class Cell:
 
 @dataclass
 class Flight:
-    """A request in flight. It is aborted when `abort_after` tokens are out, as a client does that disconnects."""
+    """A request in flight. It is aborted after `abort_after` tokens, as when a client disconnects."""
 
     spec: GenerateRequest
     abort_after: int | None
@@ -64,7 +65,7 @@ class Flight:
 
 @dataclass
 class Scored:
-    """The log-probabilities of a prompt's tokens from `start` on, the first of which has none if it is at 0."""
+    """The log-probabilities of a prompt's tokens from position `start` on. The token at position 0 has none."""
 
     prompt: list[int]
     start: int
@@ -108,7 +109,7 @@ class CellRun:
             if not any(self.turns_left.values()) and not self.in_flight:
                 break
             self._act()
-            # A prompt of more chunks than lie between two retractions would never get done.
+            # A prompt with more chunks than there are steps between two retractions would never finish.
             if self.cell.retracting and number % 4 == 0 and number < RETRACTING_STEPS:
                 self._retract()
             self._step()
@@ -135,7 +136,7 @@ class CellRun:
         self._submit(new_tokens, session_id, history)
 
     def _over_long(self, session_id: str) -> None:
-        """Refused at once, and nothing of the session is touched."""
+        """Begins a turn that is too long. It is refused at once and leaves the session untouched."""
         history = self.histories[session_id]
         held = self.engine._cache.held_tokens().get(session_id)
         with pytest.raises(ContextLengthExceeded):
@@ -144,7 +145,7 @@ class CellRun:
         assert self.engine._cache.held_tokens().get(session_id) == held
 
     def _submit(self, new_tokens: list[int], session_id: str | None, history: list[int]) -> None:
-        # Some outlast the context on purpose.
+        # Some requests ask on purpose for more tokens than the context has room for.
         longest = 2 * CONTEXT if self.rng.random() < 0.05 else self.rng.choice([1, 4, 12, 16])
         logprobs = None
         if self.rng.random() < 0.15:
@@ -218,7 +219,7 @@ class CellRun:
             self.histories[spec.session_id] = prompt + flight.output
 
     def _close_everything(self) -> None:
-        """Every page is free again: nothing leaked."""
+        """Closes all sessions. Then every page is free: nothing leaked."""
         cache = self.engine._cache
         self.events["demotion to the host"] += cache.tiers.num_to_host
         self.events["promotion"] += cache.tiers.num_from_host
@@ -237,7 +238,7 @@ class CellRun:
         self.runner.close()
 
     def _tokens(self, longest: int) -> list[int]:
-        """Random tokens; every third time a beginning that others have, too."""
+        """Random tokens. Every third time the tokens are a prefix that other requests share."""
         count = self.rng.randrange(1, longest + 1)
         if self.rng.random() < 0.33:
             return [3 + number % 7 for number in range(count)]

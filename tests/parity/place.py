@@ -1,4 +1,4 @@
-"""Where parity is judged: on a card if there is one, else on the CPU. transformers' side is always on the CPU."""
+"""The device for the parity tests: a GPU if there is one, else the CPU. transformers always runs on the CPU."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from engine.runner.torch_runner import TorchRunner
 from engine.settings import DTypeName, ModelSettings
 
 DEVICE = torch.device(os.environ.get("KEDGE_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu"))
-"""The environment's choice is cpu or cuda."""
+"""KEDGE_TEST_DEVICE may be `cpu` or `cuda`."""
 
 
 def load_here(directory: Path, dtype: DTypeName = "float32") -> LoadedModel:
-    """As a replica on this device loads it, fused operators included."""
+    """Loads the model as a replica on this device does, with fused operators."""
     device = resolve_device("cuda" if DEVICE.type == "cuda" else "cpu")
     settings = ModelSettings(str(directory), dtype=dtype, device=device.type, num_threads=1)  # type: ignore[arg-type]
     return load_model(settings, ops=choose_ops(device))
 
 
 def careful(runner: Runner) -> TorchRunner:
-    """The runner that has the pools: on a card another is around it."""
+    """The runner that has the KV pools. On a GPU another runner wraps it."""
     inner = getattr(runner, "_careful", runner)
     assert isinstance(inner, TorchRunner)
     return inner

@@ -1,4 +1,4 @@
-"""Random multi-turn schedules over a real model: what is asked, and everything that gets in its way."""
+"""Random multi-turn schedules with a real model: requests and the disturbances they meet."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from engine.settings import CacheSettings, ExecutionSettings
 from tests.unit.engine.driver import Driver, request
 
 LONGEST = 96
-"""Tokens of the longest sequence."""
+"""Number of tokens of the longest sequence."""
 
 MOST_STEPS = 4
-"""Decode steps in one go."""
+"""The most decode steps in one launch."""
 
 POOLS = {1: 110, 16: 7, 256: 2}
-"""Pages of the pool by page size: little more than the longest sequence takes."""
+"""Number of pages in the pool by page size: little more than the longest sequence needs."""
 
 
 class PoisonedRunner(TorchRunner):
-    """Fills every free page with NaN, so that KV read after it was given back spoils the logits."""
+    """A runner that fills every free page with NaN, so that KV that is read after it was freed changes the logits."""
 
     def forget(self, pages: Iterable[int], window_pages: Iterable[int] = ()) -> None:
         for paged, free in ((self._pool.full, pages), (self._pool.window, window_pages)):
@@ -43,8 +43,8 @@ class PoisonedRunner(TorchRunner):
 
 
 class TorchDriver(Driver):
-    """The scheduler, stepped by hand, over a real model with pools of its own. With `ahead` the runner is a GPU's, and
-    a step is planned and launched before the picks of the one before are taken in."""
+    """The scheduler, stepped by hand, with a real model and pools of its own. With `ahead` the runner is that for GPUs:
+    a step is planned and launched before the tokens of the step before are known."""
 
     def __init__(self, loaded: LoadedModel, page_size: int, **limits: Any) -> None:
         num_pages, layout = POOLS[page_size], loaded.layout
@@ -65,7 +65,7 @@ class TorchDriver(Driver):
 def poisoned_device_runner(
     loaded: LoadedModel, pool: KVPool, attention: AttentionChoice, plain: PoisonedRunner
 ) -> DeviceRunner:
-    """With a ladder that some steps are beyond."""
+    """A DeviceRunner whose ladder of graphs is too short for some steps."""
     execution = ExecutionSettings(max_graph_tokens=12, decode_steps=MOST_STEPS)
     loaded = replace(loaded, max_context_len=LONGEST + 1)
     limits = StepLimits(64, 8, 64, MOST_STEPS)
@@ -78,7 +78,7 @@ def poisoned_device_runner(
 
 @dataclass
 class Finished:
-    """A request that ended well: the whole sequence, and how long its prompt was."""
+    """A request that finished well: the whole sequence and the length of its prompt."""
 
     tokens: list[int]
     prompt_len: int
@@ -87,7 +87,7 @@ class Finished:
 
 @dataclass
 class Schedule:
-    """One random schedule. `run` drives it to its end; `finished` is what must agree with the oracle."""
+    """One random schedule. `run` drives it to its end; `finished` is what must agree with the reference."""
 
     driver: Driver
     rng: random.Random
@@ -187,7 +187,7 @@ class Schedule:
                 self.histories[spec.session_id] = prompt + outcome.token_ids
 
     def _tokens(self, shortest: int, longest: int) -> list[int]:
-        """Random tokens; every third time a beginning that others have, too."""
+        """Random tokens. Every third time the tokens are a prefix that other requests share."""
         count = self.rng.randrange(shortest, longest + 1)
         if self.rng.random() < 0.33:
             return [3 + n % 50 for n in range(count)]

@@ -1,6 +1,7 @@
 """Sequences driven through the runner by hand, with hand-made page tables, beside the same model in transformers.
 
-Window pages are forgotten as early as the books may forget them, and filled with NaN: what is read after shows.
+Window pages are given up as early as the books may give them up, and are filled with NaN. So a later read of them
+shows.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ VOCAB = 160
 CONTEXT = 512
 NEW_TOKENS = 24
 LONGEST = 160
-"""Tokens a page table has room for."""
+"""Number of tokens that a page table has room for."""
 GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass
 class Peer:
-    """A random model, as transformers holds it and as saved."""
+    """A random model in transformers, and the folder where it is saved."""
 
     model: Any
     directory: Path
@@ -42,7 +43,7 @@ class Peer:
         key = tuple(prompt)
         if key not in self.generated:
             ids = torch.tensor([prompt])
-            # Without a mask, generate takes tokens of the padding's id for padding.
+            # Without a mask, `generate` takes tokens with the padding's id for padding.
             out = self.model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
             )
@@ -67,13 +68,13 @@ def poisoned_pool(loaded: LoadedModel, page_size: int, num_pages: int) -> KVPool
 
 
 def plain_runner(loaded: LoadedModel, pool: KVPool) -> TorchRunner:
-    """With the attention that a replica here would choose."""
+    """A runner with the attention that a replica would choose here."""
     attention = choose_attention("auto", pool, loaded.device).items
     return TorchRunner(loaded.model, pool, attention, loaded.vocab_size, loaded.max_context_len)
 
 
 def page_tables(count: int, page_size: int, scattered: bool, seed: int = 3) -> list[NDArray[np.int32]]:
-    """Tables for `count` sequences, out of a pool of twice that."""
+    """Page tables for `count` sequences, from a pool twice as large as they need."""
     each = -(-LONGEST // page_size)
     pages = np.arange(2 * count * each, dtype=np.int32)
     if scattered:
@@ -83,7 +84,7 @@ def page_tables(count: int, page_size: int, scattered: bool, seed: int = 3) -> l
 
 @dataclass
 class Stream:
-    """One sequence."""
+    """One sequence and its page tables."""
 
     name: str
     tokens: list[int]
@@ -106,7 +107,7 @@ class Stream:
         self.tokens += output.token_ids
 
     def forget(self, pool: KVPool) -> None:
-        """Gives up the window pages that no later query reaches."""
+        """Gives up the window pages that no later query can reach."""
         if pool.window is None or self.window_pages is None or pool.window_len is None:
             return
         gone = max(0, self.computed - pool.window_len + 1) // pool.page_size
@@ -122,9 +123,9 @@ class Stream:
 def serve(
     loaded: LoadedModel, texts: list[list[int]], page_size: int, scattered: bool, chunk: int
 ) -> list[Stream]:
-    """All texts at once, prompts in chunks, each with NEW_TOKENS greedy tokens at least.
+    """Serves all texts together. Prompts come in chunks, and each text gets at least NEW_TOKENS greedy tokens.
 
-    Prompts of different lengths end their prefill at different steps, so extends and decodes mix.
+    Prompts have different lengths and end their prefill at different steps, so prefills and decodes mix.
     """
     tables = page_tables(len(texts), page_size, scattered)
     windows = page_tables(len(texts), page_size, scattered, seed=4)

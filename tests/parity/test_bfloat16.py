@@ -1,5 +1,6 @@
-"""bfloat16 beside transformers in float32, over the same rounded weights: logits close, and no token that is not nearly
-the best. On a card activations and KV are bfloat16; on a CPU, which computes in float32, they are made so here."""
+"""bfloat16 against transformers in float32, with the same rounded weights. Logits are close, and every token is nearly
+the best one. On a GPU activations and KV are bfloat16. A CPU computes in float32; this test makes it use bfloat16
+too."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ from tests.parity.test_models import CONFIGS
 
 FAMILIES = ("llama", "llama-heads", "qwen3", "mistral-window")
 LOGITS_TOLERANCE = 0.04
-"""Of the norm of all logits."""
+"""Largest error, as a share of the norm of all logits."""
 
 NEAR_TIE = 0.15
-"""Of the spread (standard deviation) of a row's logits: what a token may lie under the best one."""
+"""How far a token's logit may lie below the best one, in standard deviations of the row's logits."""
 
 MOST_TIES = 0.15
-"""Of all tokens."""
+"""The most tokens that may differ from the best one, as a share of all tokens."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

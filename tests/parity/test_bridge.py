@@ -1,6 +1,6 @@
-"""Models that transformers knows and we do not, over our pages: greedy tokens equal transformers' own, float32.
+"""Models that transformers knows and Kedge does not, with Kedge's pages: greedy tokens equal transformers', in float32.
 
-None of them has code here; the table says only what to make and what the bridge must find out about it.
+None of these models has code in Kedge. The table says only how to make each one and what the bridge must find out.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ YARN = {
 
 @dataclass(frozen=True)
 class Case:
-    """`windows` is what the bridge must find."""
+    """A model. `windows` is what the bridge must find: the window of each layer."""
 
     config: Callable[[], Any]
     windows: tuple[int | None, ...] = NO_WINDOW

@@ -1,4 +1,5 @@
-"""P1 and P2 for sessions that go from the device to host memory, to disk and back: a real model, and real files."""
+"""P1 and P2 for sessions that move from the device to host memory, to disk and back, with a real model and real
+files."""
 
 from __future__ import annotations
 
@@ -25,15 +26,15 @@ TURNS = 3
 PAGE_SIZE = 4
 NUM_PAGES = 16
 HOST_PAGES = {None: 56, WINDOW: 16}
-"""Of a session's layers with a window only what the window sees is kept."""
+"""Host pages by window. In layers with a window a session keeps only what the window sees."""
 DISK_PAGES = 400
 LIMITS = SchedulerSettings(max_batch_tokens=48, chunk_size=8, max_running=4)
 
 
 class Rig:
-    """An engine stepped by hand over a pool that holds one session at its end; host memory has room for three more, and
-    for one on its way. No step begins while a write is under way, since what finds no room meanwhile goes to the
-    log; and each turn ends, with all copies that it has caused, before the next begins."""
+    """An engine stepped by hand. Its pool holds one session at its end; host memory holds three more and one that is on
+    its way. No step begins while a write is in progress, because a session that finds no room meanwhile goes to the
+    log. Each turn ends, with all copies that it caused, before the next turn begins."""
 
     def __init__(self, models: Models, disk: Path, window: int | None = None) -> None:
         settings = CacheSettings(
@@ -91,7 +92,7 @@ class Rig:
             self.turn(name, [3 + (7 * number + len(self.histories[name]) + k) % 20 for k in range(9)])
 
     def close(self) -> None:
-        """Every page, host byte and file is given back."""
+        """Closes everything. Every page, host byte and file must have been freed."""
         for name in self.histories:
             self.engine.close_session(name)
         self.engine._drain_inbox(block=False)
@@ -139,7 +140,7 @@ def damage(folder: Path) -> None:
 def test_a_disk_that_fails_costs_time_not_tokens(
     fault: Callable[[Path], None], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """All files are cut short, or the folder has gone: reads fail, and then writes do."""
+    """Either all files are cut short, so that reads fail, or the folder is gone, so that writes fail too."""
     models = make_models(None, tmp_path_factory)
     rig = Rig(models, tmp_path)
     rig.all_turns()

@@ -1,4 +1,4 @@
-"""Log-probabilities of a session's history are those of transformers, in float32, wherever they begin."""
+"""Log-probabilities of a session's history equal those of transformers, in float32, wherever they begin."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """P1 and P2 under everything at once: speculation, page sizes, chunks, retraction and windows, in every combination.
 
-Each cell runs eight sessions of six turns, with aborts, disconnects, over-long turns, rewinds, stops and plain requests
-mixed in, over a pool that holds half of them, and compares every greedy token with transformers.
+Each cell runs eight sessions of six turns. Aborts, disconnects, over-long turns, rewinds, stops and requests without a
+session are mixed in. The pool holds half of the sessions. Every greedy token is compared with transformers.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ ONCE_WEDGED = [
     (None, Cell("draft", 1, chunked=True, retracting=True, seed=1136)),
     (None, Cell("draft", 1, chunked=False, retracting=True, seed=1212)),
 ]
-"""A turn with priority took back a session that was being saved for those that ran, step after step; and it spared
-sessions whose turns came earlier but stood behind it, until nothing was left to give way."""
+"""Cells that once got stuck. A turn with priority kept taking back a session that was being saved to make room for
+running turns. It also spared sessions whose turns came earlier but were queued behind it. In the end nothing could give
+way."""
 
 events_seen: Counter[str] = Counter()
 
 
 @dataclass
 class Models:
-    """A checkpoint as transformers and as the engine hold it, and a draft that often agrees with it."""
+    """A checkpoint in transformers and in the engine, and a draft model that often agrees with it."""
 
     reference: Any
     target: LoadedModel
@@ -108,7 +109,7 @@ def test_every_cell_agrees_with_transformers_and_leaks_nothing(models: Models, c
 
 
 def assert_scored(reference: Any, scored: list[Scored]) -> None:
-    """Each prompt's log-probabilities are the reference's, one a position."""
+    """Checks that each prompt's log-probabilities equal the reference's, one for each position."""
     for each in scored:
         with torch.inference_mode():
             logprobs_TV = reference(torch.tensor([each.prompt])).logits[0].log_softmax(-1)
@@ -131,7 +132,7 @@ def test_no_turn_takes_from_those_that_run_what_is_being_freed_for_them(
 
 
 def test_the_cells_cover_what_they_should() -> None:
-    """Runs after the cells, over what really happened in them."""
+    """Runs after the cells and checks what happened in them."""
     if len(events_seen) == 0:
         pytest.skip("no cell ran")
     for event in ("abort", "stop", "over-long", "log-probabilities of history", "rewind", "promotion",

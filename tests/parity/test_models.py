@@ -1,6 +1,6 @@
-"""The native families against transformers, float32: prefill logits close, greedy tokens equal.
+"""The native model families against transformers in float32: prefill logits are close, greedy tokens are equal.
 
-The runner is driven directly, with hand-made page tables: chunked prefill, mixed batches, batched decode.
+The tests drive the runner directly, with hand-made page tables: chunked prefill, mixed batches, batched decode.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def peer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Far from zero and from one, so that a forgotten bias or norm shows.
+            # Far from zero and from one, so that a missing bias or norm shows.
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
             if request.param == "llama-bfloat16":
                 parameter.copy_(parameter.bfloat16())
@@ -104,12 +104,12 @@ def test_greedy_tokens_equal(peer: Peer, page_size: int, scattered: bool) -> Non
 
 
 def test_embedded_model_equals(embedded: Peer) -> None:
-    """Saved in bfloat16, computed in float32 by both."""
+    """The model is saved in bfloat16. Both sides compute in float32."""
     loaded = embedded.load()
     random = np.random.default_rng(5)
     texts = [random.integers(3, loaded.vocab_size, length).tolist() for length in (7, 60)]
     for stream, text in zip(serve(loaded, texts, 16, False, chunk=32), texts, strict=True):
-        # generate ends at the end-of-text token, the runner does not.
+        # `generate` ends at the end-of-text token. The runner does not.
         expected = embedded.generate(text)
         assert stream.produced[: len(expected)] == expected
 

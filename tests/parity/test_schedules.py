@@ -1,7 +1,7 @@
-"""P1: whatever happened before, a greedy turn gives the tokens of one fresh request holding the whole history.
+"""P1: whatever happened before, a greedy turn gives the tokens of one fresh request that has the whole history.
 
-50 random schedules of sessions and batch mates under chunking, retraction, aborts, rewinds, evictions and demotion,
-in float32, against transformers.
+50 random schedules of sessions and other requests, under chunking, retraction, aborts, rewinds, evictions and demotion.
+The tests run in float32 and compare with transformers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         num_experts_per_tok=2,
     ),
 }
-"""The last three come over the bridge: every other layer has a window; capped scores, sinks and experts."""
+"""The last three use the bridge: windows in every other layer, capped scores, and sinks with experts."""
 
 MODELS = ("embedded", *FAMILIES)
 SCHEDULES_PER_MODEL = 10
@@ -66,7 +66,7 @@ SCHEDULES_PER_MODEL = 10
 
 @dataclass
 class Pair:
-    """One checkpoint, held by transformers and by the engine."""
+    """One checkpoint in transformers and in the engine."""
 
     reference: Any
     loaded: LoadedModel
@@ -92,10 +92,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @torch.inference_mode()
 def assert_greedy(reference: Any, finished: list[Finished]) -> None:
-    """Each output token is the reference's first choice after all before it.
+    """Checks that each output token is the reference's first choice after all tokens before it.
 
-    One forward pass checks them all: by induction this is what greedy generation gives. Padding on the right is
-    invisible to causal attention.
+    One forward pass checks all tokens: by induction this is what greedy generation gives. Causal attention does not see
+    padding on the right.
     """
     longest = max(len(each.tokens) for each in finished)
     padded = torch.tensor([each.tokens + [0] * (longest - len(each.tokens)) for each in finished])
@@ -111,7 +111,7 @@ def assert_greedy(reference: Any, finished: list[Finished]) -> None:
 
 
 def generate(reference: Any, prompt: list[int], count: int) -> list[int]:
-    """The reference's own one-shot generation, whatever its end tokens."""
+    """The reference's own generation of exactly `count` tokens. End tokens do not end it."""
     ids = torch.tensor([prompt])
     out = reference.generate(
         ids,
@@ -138,7 +138,8 @@ def test_every_finished_turn_equals_one_fresh_request(pair: Pair, number: int) -
 
 
 def test_the_schedules_cover_what_they_should() -> None:
-    """Retractions, demotions, aborts and rewinds really happen in them. Hardly a draw depends on the model."""
+    """Retractions, demotions, aborts and rewinds really happen in the schedules. Hardly any draw depends on the
+    model."""
     schedules = [Schedule.make(null_driver, VOCAB, seed) for seed in range(len(MODELS) * SCHEDULES_PER_MODEL)]
     for schedule in schedules:
         schedule.run()

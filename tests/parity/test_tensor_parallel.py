@@ -1,4 +1,4 @@
-"""Two ranks that hold a model between them give what one gives: logits close, greedy tokens equal."""
+"""Two ranks that share a model give what one rank gives: logits are close, greedy tokens are equal."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ pytestmark = pytest.mark.slow
 EMBEDDED = Path(__file__).parents[2] / "assets" / "models" / "kedge-chat"
 DRAFT = EMBEDDED.with_name("kedge-chat-draft")
 NEAR_TIE = 1e-4
+"""Two tokens whose log-probabilities differ by less may swap places, because the order of a sum differs."""
 HOST_BYTES = 24 * 16 * 4096
-"""About 24 pages of the embedded model, of its two ranks together."""
-"""Two tokens whose log-probabilities differ by less may change places with the order of a sum."""
+"""About 24 pages of the embedded model, for its two ranks together."""
 
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "llama": (2, {}),
@@ -52,7 +52,7 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def logits(settings: ModelSettings, ranks: RankGroup) -> torch.Tensor:
-    """After each of 20 tokens, computed in two chunks."""
+    """The logits after each of 20 tokens, computed in two chunks."""
     loaded = load_model(settings, ranks=ranks)
     pool = make_kv_pool(loaded.layout, CacheSettings(4, 8, window_ratio=1.0), loaded.dtype, loaded.device)
     tokens = torch.tensor(np.random.default_rng(4).integers(0, 100, 20))
@@ -80,7 +80,8 @@ def test_logits_are_close(tmp_path: Path, name: str) -> None:
 
 
 def _strengthen(settings: ModelSettings, directory: Path) -> None:
-    """A checkpoint of random weights far from zero, biases too, so that what is left out or added twice shows."""
+    """Writes a checkpoint of random weights far from zero, biases included. So anything left out or added twice
+    shows."""
     from safetensors.torch import save_file
 
     from engine.models.config import parse_spec, read_config
@@ -96,8 +97,8 @@ def _strengthen(settings: ModelSettings, directory: Path) -> None:
 def rigs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[ParallelRig, ParallelRig]]:
-    """One rank and two, of the embedded model, with pools too small for all sessions, and little host memory; all three
-    keep KV below one path on disk. Each rank holds the whole draft model."""
+    """A rig with one rank and a rig with two, of the embedded model. The pools are too small for all sessions, and host
+    memory is small. All three ranks keep KV below the same path on disk. Each rank holds the whole draft model."""
     disk = tmp_path_factory.mktemp("disk")
     model = ModelSettings(str(EMBEDDED), device="cpu", num_threads=1)
     draft = ModelSettings(str(DRAFT), device="cpu", num_threads=1)
@@ -121,8 +122,8 @@ def rigs(
 
 
 def test_sessions_give_the_same_tokens(rigs: tuple[ParallelRig, ParallelRig]) -> None:
-    """Sessions over a pool that holds half of them: prompts in chunks, batches of several, KV copied to the host,
-    to disk and back on both ranks."""
+    """The pool holds half of the sessions. Prompts come in chunks, batches have several items, and both ranks copy KV
+    to the host, to disk and back."""
     rng = random.Random(8)
     alone, together = rigs
     histories: dict[str, list[int]] = {f"s{index}": [] for index in range(6)}
@@ -142,7 +143,7 @@ def test_sessions_give_the_same_tokens(rigs: tuple[ParallelRig, ParallelRig]) ->
             best, second = (logprob for _, logprob in expected.logprobs[first].top)
             assert best - second < NEAR_TIE, (name, first)
             ties += 1
-            del histories[name]  # their ways part here
+            del histories[name]  # from here on the two answers differ
     assert ties <= 1
     stats = together.engine.stats()
     assert stats.promotions_from_host + stats.promotions_from_disk > 0
@@ -164,8 +165,8 @@ def _turn(rng: random.Random, name: str, turn: int, history: list[int]) -> Gener
 
 
 def test_the_gpus_runner_with_every_kind_of_request(tmp_path: Path) -> None:
-    """Steps launched before the last one's result is known, several in one go, sampling, penalties, scores, masks:
-    whichever way a step takes, both ranks take it."""
+    """Steps launched before the last one's result is known, several steps in one launch, sampling, penalties, scores
+    and masks. Both ranks take each step in the same way."""
     model = write_model(tmp_path)
     kinds: list[dict[str, Any]] = [
         {"sampling": SamplingParams(30, 0.0)},

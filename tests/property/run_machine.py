@@ -27,10 +27,11 @@ STEPS_PER_EXAMPLE = 80
 
 
 def run_batch(seed: int, examples: int = BATCH_EXAMPLES, steps: int = STEPS_PER_EXAMPLE) -> None:
-    """One Hypothesis run of so many examples of at most so many rules, repeatable by its seed."""
+    """One Hypothesis run of `examples` examples with at most `steps` rules each. The seed makes it repeatable."""
 
     class Seeded(SessionMachine):
-        """Hypothesis keeps the seed at the class: it is not to be that of other runs in this process."""
+        """A class of its own, because Hypothesis keeps the seed at the class. Other runs in this process have other
+        seeds."""
 
     hypothesis.seed(seed)(Seeded)
     run_state_machine_as_test(
@@ -62,7 +63,7 @@ def figures(seed: int, next_seed: int, wall_s: float, cpu_s: float) -> dict[str,
 
 
 def run(steps: int, seed: int) -> dict[str, Any]:
-    """Runs batches, seeded `seed`, `seed + 1`, ..., until `steps` rules were executed."""
+    """Runs batches with the seeds `seed`, `seed + 1`, ... until `steps` rules were executed."""
     started_s, started_cpu_s = time.monotonic(), time.process_time()
     next_seed = seed
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -84,7 +85,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    logging.getLogger("kedge").setLevel(logging.CRITICAL)  # copies that fail are part of it
+    logging.getLogger("kedge").setLevel(logging.CRITICAL)  # failing copies are part of the test
     result = run(options.steps, options.seed)
     table = Table(
         "what", "how often", title=f"{result['steps']} steps, {result['checks']} checks, no failure"

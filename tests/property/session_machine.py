@@ -57,17 +57,17 @@ SIZES = st.builds(
 )
 
 rules_run: Counter[str] = Counter()
-"""How often each rule was really executed in this process."""
+"""How often each rule was executed in this process."""
 
 events_seen: Counter[str] = Counter()
-"""What came of it."""
+"""How often each event happened."""
 
 checks_made = [0]
 """How often the whole world was checked."""
 
 
 def num_steps() -> int:
-    """Rules executed; a choice within a rule ("disturb: abort") is not one."""
+    """Number of executed rules. A choice within a rule ("disturb: abort") does not count."""
     return sum(count for name, count in rules_run.items() if ":" not in name)
 
 
@@ -101,7 +101,7 @@ def has_room(machine: SessionMachine) -> bool:
 
 
 class SessionMachine(RuleBasedStateMachine):
-    """Rules choose; the world acts and judges."""
+    """Rules choose what happens. The world does it and checks the result."""
 
     world: World
 
@@ -146,7 +146,7 @@ class SessionMachine(RuleBasedStateMachine):
         names = list(self.world.asks)
         return names[pick % len(names)]
 
-    # Work, in several shapes: Hypothesis picks rules evenly, and most steps should move turns along.
+    # Work in several shapes. Hypothesis picks rules evenly, and most rules should make turns progress.
 
     @precondition(lambda self: len(self.world.sessions) < MAX_SESSIONS)
     @rule(tokens=PROMPTS, output=OUTPUT, steps=STEPS)
@@ -205,7 +205,8 @@ class SessionMachine(RuleBasedStateMachine):
         self, tokens: list[int], output: int, steps: int, priority: int, logprobs: bool, large: bool,
         penalty: float,
     ) -> None:  # fmt: skip
-        """A request without session; a large one pushes others out. With penalties each step waits for the last."""
+        """A request without a session. A large one evicts others. With a penalty each step waits for the step
+        before."""
         room = self.world.sizes.room
         tokens = [1 + token % (self.world.sizes.vocab - 1) for token in tokens]
         prompt = (tokens * (64 if large else 1))[: max(room - output, 1)]
@@ -234,7 +235,7 @@ class SessionMachine(RuleBasedStateMachine):
     def several_steps(self, count: int) -> None:
         self._steps(count)
 
-    # What gets in the way.
+    # Disturbances.
 
     @precondition(has_request)
     @rule(pick=PICK, how=st.sampled_from(["abort", "retract", "retract", "failed_launch", "failed_step"]))
@@ -280,7 +281,8 @@ class SessionMachine(RuleBasedStateMachine):
         steps: int,
         what: str,
     ) -> None:
-        """What the session left here is of another history; then it is used, forked, or put away first."""
+        """The KV that the session left here belongs to another history. Next the session is used, forked, or put
+        away."""
         names = self.world.with_idle_kv()
         session_id = names[pick % len(names)]
         elsewhere = [1 + token % (self.world.sizes.vocab - 1) for token in elsewhere]
@@ -309,7 +311,7 @@ class SessionMachine(RuleBasedStateMachine):
     @rule(how=st.sampled_from(["turn", "turn", "move"]), tokens=TOKENS, output=OUTPUT, steps=STEPS)
     @counted
     def disturb_a_write(self, how: str, tokens: list[int], output: int, steps: int) -> None:
-        """The session is wanted back, or comes again with the same name, before it has got to disk."""
+        """A turn needs the session before it has reached the disk, or the session moves away and comes back."""
         session_id = self.world.being_written()
         assert session_id is not None
         if how == "move":

@@ -1,6 +1,7 @@
 """One replica's books, scheduler and session controller, and everything that may happen to them.
 
-The world keeps its own copy of every committed history. After each event tests/property/world_checks.py compares.
+The world keeps its own copy of every committed history. After each event tests/property/world_checks.py compares the
+two.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TIMEOUT_S = 100.0
 
 @dataclass
 class Ask:
-    """A request in flight; `turn` is None for one without session."""
+    """A request in flight. `turn` is None if it has no session."""
 
     prompt: list[int]
     max_new_tokens: int
@@ -36,7 +37,7 @@ class Ask:
 
 @dataclass
 class Session:
-    """What the world knows of a session: `finished` is the last sequence that the engine completed for it."""
+    """What the world knows about a session. `finished` is the last sequence that the engine completed for it."""
 
     epoch: int = 1
     history: list[int] = field(default_factory=list)
@@ -97,11 +98,11 @@ class World:
         commit_fails: bool = False,
         scored_from: int | None = None,
     ) -> None:
-        """Begins a turn, as the replica does. A second one, or one on a closing session, must be refused.
+        """Begins a turn as the replica does. It must be refused if the session has a turn already or is closing.
 
-        `scored_from` asks for the input's log-probabilities from there on, or of what is new if that is earlier.
-        A history that leaves no room is cut to its half or less. The replica cuts the KV of a rewound turn at once
-        (`rewind_kv`); if it does not, admission must.
+        `scored_from` asks for the input's log-probabilities from that position on, or from the new input if that is
+        earlier. A history that leaves no room is cut to half or less. The replica cuts the KV of a rewound turn at once
+        (`rewind_kv`). If it does not, admission must.
         """
         session = self.sessions[session_id]
         limit = self.sizes.room - len(new_tokens) - max_new_tokens
@@ -135,7 +136,7 @@ class World:
         )  # fmt: skip
 
     def fork(self, parent_id: str, length: int) -> None:
-        """A second session begins at any length of an idle one. Its epoch is its own."""
+        """Forks a session between turns at any length. The fork's epoch is its own."""
         parent = self.sessions[parent_id]
         length = min(length, len(parent.history))
         try:
@@ -155,7 +156,7 @@ class World:
         self.events["fork in the middle of a page"] += covered % self.sizes.page_size > 0
 
     def retry_last_turn(self, session_id: str) -> None:
-        """A committed turn's key is replayed, not run."""
+        """Retries the key of a committed turn. The controller replays the result and runs nothing."""
         session = self.sessions[session_id]
         if session.key is not None:
             replay = self.controller.begin_turn(session_id, session.epoch, idempotency_key=session.key)
@@ -164,7 +165,7 @@ class World:
             self.events["replay"] += 1
 
     def submit_past_the_controller(self, session_id: str) -> None:
-        """A second turn that reaches the scheduler is refused there, too."""
+        """A second turn that reaches the scheduler is refused there too."""
         if self.driver.scheduler.in_turn(session_id):
             name = self._name("x")
             self.driver.add(request(name, [1], session_id=session_id))
@@ -201,12 +202,12 @@ class World:
         return batch
 
     def failed_launch(self) -> None:
-        """The device wrote the step's KV, then raised: its requests end with an error."""
+        """The device writes the step's KV, then raises. The step's requests end with an error."""
         self.driver.fail_launch(StepFailed("device lost"))
         self._settle()
 
     def failed_step(self) -> None:
-        """What is in flight fails once the next step is on its way."""
+        """The step in flight fails after the next step was launched."""
         self.events["step failed under another"] += self.driver.in_flight is not None
         self.driver.step(StepFailed("device lost"))
         self._settle()
@@ -224,18 +225,18 @@ class World:
         self.driver.cache.flush()
 
     def demote(self, session_id: str) -> None:
-        """Retention lets go of an idle session's KV; its history stays."""
+        """Retention drops an idle session's KV. Its history stays."""
         if not self.driver.scheduler.in_turn(session_id):
             self.driver.scheduler.release_session(session_id)
 
     def demote_to_host(self, session_id: str) -> None:
-        """The idle session is the next to give way."""
+        """Moves an idle session to the host, as if it were the next to give way."""
         slot = self.driver.cache._slots.get(session_id)
         if slot is not None and slot.state is SlotState.IDLE:
             self.driver.cache.tiers.demote(slot)
 
     def put_all_away(self) -> None:
-        """All idle sessions have given way, and their copies have ended: those longest on the host go on to disk."""
+        """Moves all idle sessions to the host and ends their copies. Those longest on the host go on to disk."""
         for session_id in self.sessions:
             self.demote_to_host(session_id)
             self.check()
@@ -243,7 +244,7 @@ class World:
             self.check()
 
     def being_written(self) -> str | None:
-        """The open session that is on its way to disk."""
+        """The open session that is being written to disk, or None."""
         write = self.driver.cache.tiers._write
         return write[0].session_id if write is not None and write[0].session_id in self.sessions else None
 
@@ -252,7 +253,7 @@ class World:
         self.driver.runner.end_copies(count)
 
     def end_disk_copies(self, count: int) -> None:
-        """With what each has the next one begin."""
+        """Ends `count` disk copies. The end of one copy may begin the next."""
         for _ in range(count):
             self.check()
             self.events["disk copy ended"] += bool(self.driver.runner._disk_copies)
@@ -263,17 +264,17 @@ class World:
         self.driver.runner.end_copies(count, MemoryError())
 
     def fail_disk_copies(self, count: int) -> None:
-        """The disk is full, or what is read is not what was written."""
+        """Fails disk copies: the disk is full, or a read does not return what was written."""
         self.events["disk copy failed"] += min(count, len(self.driver.runner._disk_copies))
         self.driver.runner.end_disk_copies(count, OSError())
 
     def cut_kv(self, session_id: str, length: int) -> None:
-        """KV may be cut anywhere between turns; what is missing is computed again."""
+        """Cuts KV anywhere between turns. The missing part is computed again."""
         if not self.driver.scheduler.in_turn(session_id):
             self.driver.cache.rewind_session(session_id, length)
 
     def move(self, session_id: str) -> None:
-        """The session was owned elsewhere for a while: it comes back with its log at a newer epoch."""
+        """The session was owned elsewhere for a while. It comes back with its log at a newer epoch."""
         if not self.driver.scheduler.in_turn(session_id):
             self.controller.drop(session_id)
             self.driver.scheduler.release_session(session_id)
@@ -281,8 +282,9 @@ class World:
             self._adopt(session_id)
 
     def come_back_with_another_history(self, session_id: str, keep: int, tokens: list[int]) -> None:
-        """The session, one `with_idle_kv`, was owned elsewhere, rewound, and continued there with `tokens`. Nothing has
-        freed the KV that it left here. It is of more than the first `keep` tokens, and the next one differs."""
+        """The session (one of `with_idle_kv`) was owned elsewhere, was rewound there to `keep` tokens, and continued
+        with `tokens`. Nothing has freed the KV that it left here. That KV is longer than `keep` tokens, and its next
+        token differs from the new history's."""
         session, slot = self.sessions[session_id], self.driver.cache._slots.get(session_id)
         assert slot is not None
         keep %= min(slot.usable_len, len(session.history))
@@ -297,7 +299,7 @@ class World:
         self.events[f"KV of another history: {'on disk' if on_disk else slot.state.name}"] += 1
 
     def with_idle_kv(self) -> list[str]:
-        """Open sessions between turns whose KV is here, wherever."""
+        """Open sessions between turns with KV on the device, the host or the disk."""
         return [
             slot.session_id
             for slot in self.driver.cache._slots
@@ -314,7 +316,7 @@ class World:
             self.close(session_id)
 
     def finish_everything(self) -> None:
-        """Every request ends, and after closing every session and a flush every page is free."""
+        """Ends every request. Then, after all sessions are closed and the cache is flushed, every page is free."""
         for _ in range(3000):
             if not self.driver.scheduler.has_work:
                 break
@@ -339,7 +341,7 @@ class World:
         assert self.driver.cache.num_sessions == 0
 
     def check(self) -> None:
-        """What must hold after each event."""
+        """Checks what must hold after each event."""
         self.num_checks += 1
         check_world(self)
 
@@ -382,7 +384,7 @@ class World:
             self.events["committed"] += 1
         else:
             if done and len(outcome.token_ids) % 2:
-                # The replica frees the turn's KV at once. What it does not come to the next turn leaves unused.
+                # The replica frees the turn's KV at once, or else leaves it and the next turn does not use it.
                 self.driver.cache.rewind_session(turn.session_id, turn.history_len)
             self.controller.abort_turn(turn)
             self.events["commit failed"] += done

@@ -1,5 +1,5 @@
-"""Short runs of the state machine: the same examples each time, and fresh ones. `python -m tests.property.run_machine`
-runs it for long."""
+"""Short runs of the state machine: the same examples each time, and new random ones. `python -m
+tests.property.run_machine` makes long runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_any_order_of_events_keeps_the_books_and_every_turn_exact() -> None:
 
 
 def test_so_does_an_order_that_nobody_has_tried() -> None:
-    """To play a failure again: run_batch(SEED, FRESH_EXAMPLES, STEPS)."""
+    """To repeat a failure, call run_batch(SEED, FRESH_EXAMPLES, STEPS)."""
     seed = random.SystemRandom().randrange(2**32)
     sys.stderr.write(f"seed {seed}\n")
     run_batch(seed, FRESH_EXAMPLES, STEPS)

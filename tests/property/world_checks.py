@@ -1,5 +1,5 @@
 """What must hold in a World after each event: accounts balance, every page has one account, locks are exact, and each
-KV page that somebody may read, on the device or the host, holds the tokens it should."""
+KV page that anybody may read, on the device or the host, holds the right tokens."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _check_idle(world: World, session_id: str, kv: SequenceKV) -> None:
 
 
 def _check_chain(world: World, session_id: str, chain: TokenChain, held: list[int]) -> None:
-    """The chain says which tokens the KV is of, whichever history the session has by now."""
+    """The chain gives the tokens of the KV, even if the session has another history by now."""
     expected = _chain_of(chain, held)
     assert chain.common_len(expected) == len(held) == len(chain), f"KV of idle session {session_id}"
     for index in range(chain.num_pages):
@@ -83,14 +83,14 @@ def _check_chain(world: World, session_id: str, chain: TokenChain, held: list[in
 
 
 def _chain_of(chain: TokenChain, tokens: list[int]) -> TokenChain:
-    """Of the same tenant and model, made anew."""
+    """A new chain of these tokens, of the same tenant and model."""
     fresh = chain.prefix(0)
     fresh.extend(tokens)
     return fresh
 
 
 def _check_parts(world: World, kv: SequenceKV, tokens: Sequence[int], rollback_len: int) -> None:
-    """The draft model's KV, and all window KV that the next query and a rollback see."""
+    """Checks the draft model's KV and all window KV that the next query and a rollback see."""
     runner = world.driver.runner
     if world.sizes.speculation == "draft":
         assert _read(runner._draft_kv, kv.pages, kv.draft_len) == list(tokens[: kv.draft_len]), "draft KV"
@@ -102,7 +102,7 @@ def _check_parts(world: World, kv: SequenceKV, tokens: Sequence[int], rollback_l
         first = max(0, end - world.sizes.window_len + 1) // kv.page_size
         last = pages_for(end, kv.page_size)
         if end != len(tokens) and (kv.window.pages[first:last] == GONE).any():
-            # A turn that began short of its history computed KV from before what a rollback needs.
+            # A turn that began with less KV than its history may lack window KV that a rollback needs.
             world.events["rollback without window"] += 1
             continue
         held = _read(runner._window_kv, kv.window.pages[first:last], end - first * kv.page_size)

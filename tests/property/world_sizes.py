@@ -1,4 +1,4 @@
-"""How large a World is: its pools and tiers, a step's limits, and what its engine is allowed to do."""
+"""The size of a World: its pools and tiers, the limits of a step, and what its engine may do."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.unit.engine.driver import DRAFTS
 
 @dataclass(frozen=True)
 class Sizes:
-    """A pool so small that turns push each other out. `room` is the longest sequence that is ever asked for.
+    """A pool so small that turns evict each other. `room` is the longest sequence that is ever asked for.
 
-    With a small vocabulary the n-gram proposer is often right. `host_pages` and `disk_pages` are the tiers' budgets;
-    with `spare_all` whatever is on the host goes on to disk. With `chains` histories bring theirs, else the engine
-    makes them.
+    With a small vocabulary the n-gram proposer is often right. `host_pages` and `disk_pages` are the budgets of the
+    tiers. With `spare_all` everything on the host goes on to disk. With `chains` turns bring the token chain of their
+    history; otherwise the engine makes it.
     """
 
     page_size: int = 4
@@ -37,7 +37,7 @@ class Sizes:
 
     @property
     def num_window_pages(self) -> int:
-        """Little more than one sequence needs: what it sees, what a rollback would see, and a step."""
+        """Little more than one sequence needs: what it sees, what a rollback would see, and one step."""
         if self.window_len is None:
             return 0
         step = max(min(self.chunk_size, self.max_batch_tokens), self.decode_steps)

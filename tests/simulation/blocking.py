@@ -1,6 +1,6 @@
-"""The loop of a party whose code waits for others in the midst of a callback, as a client of Redis waits at its socket.
+"""The loop of a party whose code blocks inside a callback, as a client of Redis blocks at its socket.
 
-Each callback runs in a greenlet. While it waits nothing else of its party runs, and all others go on.
+Each callback runs in a greenlet. While a callback blocks, nothing else of its party runs; all other parties go on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class BlockingLoop(PartyLoop):
         self._callback.switch()
 
     def block(self, timeout_s: float) -> None:
-        """Stops the callback that calls it until `unblock`, for so long at most."""
+        """Stops the callback that calls it until `unblock`, or for `timeout_s` at most."""
         self._waits += 1
         number = self._waits
         self._hold()
@@ -34,7 +34,7 @@ class BlockingLoop(PartyLoop):
         task.switch()
 
     def unblock(self) -> None:
-        """Does nothing if it does not wait."""
+        """Lets the stopped callback go on. Does nothing if no callback is stopped."""
         self._unblock(self._waits)
 
     def bury(self) -> None:
@@ -51,7 +51,7 @@ class BlockingLoop(PartyLoop):
 
 
 class _Resumption(Callback):
-    """Goes on with a callback where it stopped."""
+    """Continues a callback where it stopped."""
 
     __slots__ = ("_stopped",)
 

@@ -1,6 +1,7 @@
-"""A call from one party to a method of another's actor, as Ray and gRPC carry it: one answer, or a stream of items.
+"""A call from one party to a method of another party's actor, as Ray and gRPC carry it: one answer or a stream of
+items.
 
-Both ends learn of the other's death, later. A cancelled call is cancelled at the far end when word of that arrives.
+If one end dies, the other end learns of it later. When a caller cancels, the far end is cancelled once word arrives.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ REPEATED = frozenset(
         "resolve",
     )
 )
-"""Calls that may be carried out twice: Ray does that to a controller that dies before it answers."""
+"""Calls that may be carried out twice. Ray repeats them if a controller dies before it answers."""
 UNAVAILABLE = "the connection broke"
 
 
@@ -40,13 +41,13 @@ def died() -> Exception:
 
 
 def raised_there(error: BaseException) -> Exception:
-    """As Ray hands on what a method raised."""
+    """A method's error as Ray passes it to the caller."""
     task_error = RayTaskError("method", repr(error), error, "party", 1, "127.0.0.1")
     return task_error.as_instanceof_cause()
 
 
 class FarCall:
-    """The far end's half: runs the method there, and is cancelled if the caller cancels or dies."""
+    """The far end's half of a call. Runs the method there. Is cancelled if the caller cancels or dies."""
 
     def __init__(self, party: Party, run: Callable[[], Any]) -> None:
         self._party = party
@@ -65,9 +66,10 @@ class FarCall:
 
 
 class Call:
-    """One answer. Made on the caller's loop; `answer` is the caller's future. `method` is seen from the party.
+    """A call with one answer. It is made on the caller's loop; `answer` is the caller's future. `method` is a path that
+    begins at the target party.
 
-    Serve may send a request again whose first sending is not over, and takes the second's answer.
+    Serve may send a request again while the first is still in progress. Then the answer to the second counts.
     """
 
     def __init__(self, network: Network, caller: Party, method: str, args: tuple[Any, ...]) -> None:
@@ -109,7 +111,7 @@ class Call:
             self._cancel_far()
 
     def fail(self, error: Exception) -> None:
-        """Called on the caller's loop."""
+        """Fails the call. Runs on the caller's loop."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
@@ -146,7 +148,7 @@ class Call:
         self._network.send(target, self._caller, arrive, self._broke)
 
     def _broke(self) -> None:
-        """The caller learns that the connection is gone; the far end does too, if it lives."""
+        """The connection broke. The caller learns of it, and so does the far end if it lives."""
         if not self._caller.dead:
             self._caller.loop.call_soon(self.fail, unavailable())
         self._cancel_far()
@@ -157,7 +159,7 @@ class Call:
         world.after(self._network.break_s(), lambda: loop.call_soon(self.fail, error))
 
     def _cancel_far(self) -> None:
-        """The far end hears of it, sooner or later."""
+        """The far end learns of it after the network's delay."""
         target = self._target
         if target is None or target.dead:
             return
@@ -169,7 +171,7 @@ class Call:
         target.world.after(self._network.delay_s(), cancel)
 
     def _ended(self, answer: asyncio.Future[Any]) -> None:
-        """An answer that nobody waits for any more is no fault."""
+        """Reads the answer's error, so that asyncio does not report an answer that nobody waits for any more."""
         if not answer.cancelled():
             answer.exception()
         self._caller.calls.pop(self, None)
@@ -178,7 +180,8 @@ class Call:
 
 
 class Stream:
-    """Items in the order in which they were sent; raises what breaks it, or ends as the far end's generator does."""
+    """A call with a stream of items, in the order in which they were sent. It ends as the far end's generator does, or
+    raises what breaks it."""
 
     def __init__(self, network: Network, caller: Party, method: str, args: tuple[Any, ...]) -> None:
         self._network = network

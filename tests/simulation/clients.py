@@ -1,4 +1,4 @@
-"""Clients: each has a session and does one thing after the other, over connections that may break."""
+"""Clients. Each has a session and does one thing after the other, over connections that may break."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ MOST_TRIES = 8
 PAUSE_S = 0.3
 RETRIED_STATUSES = frozenset({409, 429, 503})
 NEVER_TOLD = frozenset({"idempotency_conflict"})
-"""No client here uses a key for two requests."""
+"""Errors that must not occur. No client here uses a key for two requests."""
 LOG_AWAY = frozenset({"store_unavailable", "controller_unavailable"})
 PROBE = Turn(think_s=0.0, new_tokens=1, most=2)
 GREEDY = SamplingParams(temperature=0.0)
 LONGEST_ANSWER_S = 240.0
-"""No call of a client may take longer, whatever happens."""
+"""The longest time that any call of a client may take."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one try: the tokens read, and the end, if it came."""
+    """The result of one try: the tokens that were read, and how it ended if the end came."""
 
     tokens: tuple[int, ...] = ()
     turn_index: int | None = None
@@ -44,9 +44,9 @@ class Answer:
 
 
 class Clients:
-    """Everybody's client processes: one party that never fails. `busy` counts those at work.
+    """All client processes, as one party that never fails. `busy` counts the clients at work.
 
-    `undisturbed`: nothing goes wrong in this run that a client may notice.
+    `undisturbed`: no fault of this run may be noticed by a client.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Clients:
         self.party = Party("clients", cluster.world)
         self.busy = 0
         self.told_closed: list[Life] = []
-        """Closed, or to be closed when their turn in flight ends."""
+        """Sessions that were closed, or will be when their turn in flight ends."""
         self._cluster = cluster
         self._store = store
         self._truth = truth
@@ -79,7 +79,7 @@ class Clients:
         self.party.loop.create_task(self._live(session_id, ops))
 
     async def use_everything(self) -> None:
-        """Every session that is open takes a turn, now that nothing goes wrong any more."""
+        """Makes every open session take a turn, after all faults have ended."""
         for session_id in list(self._store.living):
             life = self._store.living.get(session_id)
             if life is None or life in self.told_closed:
@@ -89,7 +89,7 @@ class Clients:
                 self._truth.wrong(f"{session_id} takes no turn any more: {answer}")
 
     async def close_everything(self) -> None:
-        """Until the log has no session any more."""
+        """Closes sessions until the log has none."""
         while self._store.living:
             for session_id in list(self._store.living):
                 await self._ask_to_close(session_id)
@@ -157,7 +157,7 @@ class Clients:
             sampling=GREEDY,
             max_new_tokens=op.most,
             session=session,
-            tells_accepted=asked.number % 2 == 0,  # as streams over HTTP do
+            tells_accepted=asked.number % 2 == 0,  # true for streams over HTTP
         )
 
     async def _try(self, asked: Asked, call: TurnCall, op: Turn) -> Answer:
@@ -231,7 +231,7 @@ class Clients:
         life = self._store.living.get(session_id)
         if await self._ask_to_close(session_id) is not True:
             return
-        if life is None:  # a turn beside has opened it meanwhile
+        if life is None:  # another turn has opened the session in the meantime
             life = self._store.living.get(session_id)
         if life is not None:
             self.told_closed.append(life)
@@ -244,7 +244,7 @@ class Clients:
         return answer
 
     async def _ask(self, method: str, *args: object) -> object:
-        """The answer; None if the connection broke."""
+        """Calls a method of some ingress. Returns the answer, or None if the connection broke."""
         call = Call(self._cluster.network, self.party, method, args)
         call.send(await self._ingress())
         try:
@@ -269,7 +269,7 @@ class Clients:
             call.send(self._random.choice(ingresses))
 
     async def _ingress(self) -> Party:
-        """One that is up."""
+        """An ingress that is up. Waits for one."""
         while not self._cluster.serve.ingresses:
             await asyncio.sleep(0.05)
         return self._random.choice(self._cluster.serve.ingresses)

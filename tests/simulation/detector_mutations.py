@@ -1,4 +1,4 @@
-"""Faults put back into the one detector of failures: what it takes for a death, and what it forgives."""
+"""Faults put back into the failure detector: what it takes for a death, and what it forgives."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Patches = list[Any]
 
 
 def _pauses_count() -> Patches:
-    """The controller holds its own pauses against replicas."""
+    """The controller counts its own pauses as silence of the replicas."""
     return [patch.object(AttendedClock, "__call__", lambda self: self._timer())]
 
 
 def _clock_steps_count() -> Patches:
-    """Replicas are silent by the wall clock, which may be set."""
+    """The silence of replicas is measured with the wall clock, which may be set."""
     real = Cluster.__init__
 
     def init(self: Cluster, settings: Any, store: Any, clock: Callable[[], float], timer: Any) -> None:
@@ -35,7 +35,7 @@ def _clock_steps_count() -> Patches:
 
 
 def _heartbeats_wait_for_the_engine() -> Patches:
-    """A slow step looks like death: a heartbeat waits for the engine, which answers between two steps."""
+    """A slow step looks like a death: a heartbeat waits for the engine, which answers only between two steps."""
 
     async def look_at_kv(self: SessionHost) -> None:
         self._kv_tokens = await asyncio.wrap_future(self._engine.session_kv_tokens())
@@ -44,7 +44,7 @@ def _heartbeats_wait_for_the_engine() -> Patches:
 
 
 def _suspects_stay_suspect() -> Patches:
-    """Heartbeats do not clear a replica that somebody could not reach once."""
+    """Heartbeats do not clear a replica that a caller once could not reach."""
     real = ReplicaDirectory.heartbeat
 
     def heartbeat(self: ReplicaDirectory, status: ReplicaStatus) -> bool:
@@ -67,7 +67,7 @@ def _one_report_is_death() -> Patches:
 
 
 def _restarts_forget_owners() -> Patches:
-    """A controller that has just started takes replicas that it has not heard of for gone."""
+    """A controller that has just started takes replicas for gone that it has not heard from."""
     real = ReplicaDirectory.__init__
 
     def init(self: ReplicaDirectory, clock: Any, timeout_s: float, heartbeat_s: float) -> None:
@@ -78,7 +78,7 @@ def _restarts_forget_owners() -> Patches:
 
 
 def _gone_for_ever() -> Patches:
-    """A replica that was taken for gone by mistake is not taken back."""
+    """A replica that was taken for gone by mistake may not register again."""
     real = ReplicaDirectory.register
 
     def register(self: ReplicaDirectory, status: ReplicaStatus) -> None:

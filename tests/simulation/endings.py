@@ -1,4 +1,4 @@
-"""What must be left when every session is closed: nothing, in any table of any party that lives."""
+"""What must be left when every session is closed: nothing, in any table of any living party."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.simulation.parties import Cluster
 
 
 def leftovers(cluster: Cluster) -> list[str]:
-    """What is there that should not be."""
+    """Everything that is left but should not be."""
     left: list[str] = []
     for party in cluster.live_replicas:
         left += [f"{party.name}: {what}" for what in _of_replica(party.actor)]
@@ -58,7 +58,7 @@ def _of_ingress(ingress: Ingress) -> Iterator[str]:
 
 
 def books(party: Party) -> list[str]:
-    """Wrong accounts of a replica whose sessions are closed: all pages must be free once prefixes are flushed."""
+    """Wrong accounts of a replica whose sessions are closed. After a flush of prefixes all its pages must be free."""
     engine = party.actor._engine
     cache = engine._cache
     cache.flush()

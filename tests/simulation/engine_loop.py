@@ -1,4 +1,4 @@
-"""A replica's engine on the replica's event loop: steps take virtual time, copies end when the seed says so."""
+"""A replica's engine on the replica's event loop. Steps take virtual time; the seed decides when copies end."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ COPY_S = (0.0, 0.05)
 
 
 class LoopDriver:
-    """A StepDriver that cranks on an event loop. A step takes `slowness` times STEP_S. `stall` keeps the next step from
-    ending for so long. While `disk_fails`, copies to and from disk do."""
+    """A StepDriver that cranks on an event loop. A step takes STEP_S times `slowness`. `stall` delays the end of the
+    next step. While `disk_fails` is set, copies to and from disk fail."""
 
     def __init__(self, loop: PartyLoop, random: Random, runner: NullRunner, slowness: float) -> None:
         self._slowness = slowness
@@ -75,7 +75,7 @@ class LoopDriver:
         self._copy()
 
     def _copy(self) -> None:
-        """Copies end one by one, beside the steps."""
+        """Lets copies end one by one, beside the steps."""
         if not self._copying and (self._runner._copies or self._runner._disk_copies):
             self._copying = True
             self._loop.call_later(self._random.uniform(*COPY_S), self._end_copy)
@@ -90,7 +90,7 @@ class LoopDriver:
 
 
 class EngineFactory:
-    """What LLMReplica is given to build its engine with. `tiers` are pages in host memory and on disk; for
+    """The factory with which LLMReplica builds its engine. `tiers` are the pages in host memory and on disk. For
     `slowness` see LoopDriver."""
 
     def __init__(self, loop: PartyLoop, random: Random, tiers: tuple[int, int], slowness: float) -> None:

@@ -1,4 +1,4 @@
-"""Faults put back into epochs, fences, idempotency and pending commits, beside those of mutations.py."""
+"""Faults put back into epochs, fences, idempotency and pending commits, in addition to those of mutations.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Patches = list[Any]
 
 
 def _moves_keep_the_epoch() -> Patches:
-    """A session has another owner at the same epoch."""
+    """A session gets another owner at the same epoch."""
 
     def move_to(self: Cluster, entry: LedgerEntry, replica_id: str) -> Assignment:
         self._store.assign(entry.session_id, replica_id, entry.epoch)
@@ -47,7 +47,7 @@ def _moves_keep_the_epoch() -> Patches:
 
 
 def _replicas_compare_no_epochs() -> Patches:
-    """A replica takes a turn of a session that it held once, whatever came since."""
+    """A replica takes a turn of a session that it once held, without a check of the epoch."""
 
     def knows(self: SessionController, session_id: str, _epoch: int) -> bool:
         return session_id in self._sessions
@@ -62,7 +62,7 @@ def _replicas_compare_no_epochs() -> Patches:
 
 
 def _stale_sessions_stay() -> Patches:
-    """A replica keeps the sessions of which it is told that others own them."""
+    """A replica keeps sessions after it learned that others own them."""
 
     def drop_stale(_self: SessionHost, _session_id: str) -> None:
         return
@@ -71,7 +71,7 @@ def _stale_sessions_stay() -> Patches:
 
 
 def _work_ends_with_its_caller() -> Patches:
-    """A client that leaves takes back what outlives it: a commit under way, which the log may have."""
+    """A client that leaves cancels work that must outlive it: a commit in progress, which the log may already have."""
 
     async def outcome(_self: BackgroundTasks, task: asyncio.Task[Any]) -> Any:
         return await task
@@ -80,7 +80,7 @@ def _work_ends_with_its_caller() -> Patches:
 
 
 def _repetitions_are_new_turns() -> Patches:
-    """A commit that is told again is taken for the session's next turn."""
+    """A repeated commit is taken for the session's next turn."""
 
     def adds_turn(entry: LedgerEntry, record: TurnRecord, _is_last: Callable[[], bool]) -> bool:
         return record.epoch == entry.epoch
@@ -117,12 +117,12 @@ def _retries_have_keys_of_their_own() -> Patches:
 
 
 def _calls_have_no_key() -> Patches:
-    """An ingress repeats the call of a client that named no key, without one."""
+    """An ingress repeats a call without a key if its client named none."""
     return [patch.object(serving.front.turn_dispatch, "_with_key", lambda call: call)]
 
 
 def _takeovers_look_at_no_name() -> Patches:
-    """A turn goes on in a later session of that name, if it is that one's turn by number."""
+    """A turn goes on in a later session of the same name, if the numbers of the turns agree."""
     return [
         patch.object(
             serving.replica.turn_runner,

@@ -1,4 +1,4 @@
-"""What a cluster may think of a replica, and what it must know, by what was wrong with whom."""
+"""What a cluster may think of a replica, and what it must know, given the faults so far."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tests.simulation.parties import Cluster
 from tests.simulation.troubles import Troubles
 
 UNHEARD = frozenset({"freeze replica", "cut replica from controller", "storm"})
-"""What keeps a replica's heartbeats from the controller."""
+"""Faults that keep a replica's heartbeats from the controller."""
 UNREACHABLE = frozenset({"cut ingress from replica", "freeze ingress", "storm"})
-"""What makes ingresses report it, though it is heard."""
+"""Faults that make ingresses report a replica as unreachable although the controller hears it."""
 UNTOLD = frozenset(
     {
         "freeze controller",
@@ -20,19 +20,20 @@ UNTOLD = frozenset(
         "storm",
     }
 )
-"""What keeps the controller from hearing a replica that says it is to go: it stands still while it waits for its
-log."""
+"""Faults that keep the controller from hearing that a replica is about to go. While the controller waits for its log,
+it does nothing else."""
 UNHEARD_FOR_S = 1.0
-"""Added to the time between two heartbeats and to the messages' own, it may be more than a suspect replica is given."""
+"""Silence of this length may be too long. Added to the time between two heartbeats and the messages' delays it may
+exceed what a suspect replica is given."""
 UNREACHABLE_SHARE = 0.6
-"""Of the time after which a replica that is heard counts as gone, since ingresses cannot reach it."""
+"""Share of the time after which a replica that ingresses cannot reach counts as gone, although it is heard."""
 REMEMBERED_S = 30.0
 TOLD_S = 1.5
-"""By then the controller knows that Serve is about to stop a replica."""
+"""Within this time the controller learns that Serve is about to stop a replica."""
 
 
 class Expectations:
-    """Asked while the run goes on: everything is of this moment."""
+    """What may be expected at the present moment of the run."""
 
     def __init__(self, cluster: Cluster, troubles: Troubles) -> None:
         self._cluster = cluster
@@ -42,7 +43,7 @@ class Expectations:
         return next((party for party in self._cluster.replicas if party.name == name), None)
 
     def may_be_gone(self, replica: Party) -> bool:
-        """Whether there is a cause to take it for gone."""
+        """Whether there is a reason to take the replica for gone."""
         if replica.dead or replica.asked_to_go:
             return True
         if self._troubles.lasted_s(UNHEARD, replica.name, REMEMBERED_S) > UNHEARD_FOR_S:
@@ -51,7 +52,7 @@ class Expectations:
         return self._troubles.lasted_s(UNREACHABLE, replica.name, REMEMBERED_S) > enough_s
 
     def has_others(self, replica: Party) -> bool:
-        """Whether the controller knows of another that could have its sessions."""
+        """Whether the controller knows another replica that could take its sessions."""
         controller = self._cluster.serve.controller
         if controller is None:
             return False
@@ -60,14 +61,14 @@ class Expectations:
         return any(status.replica_id != replica.name for status in directory.in_state(*staying))
 
     def must_be_known_to_go(self, replica: Party) -> bool:
-        """Whether nothing keeps the controller from knowing that it is about to go."""
+        """Whether the controller must know that the replica is about to go, because nothing keeps it from knowing."""
         controller = self._cluster.serve.controller
         if replica.dead or replica.goes_since_s is None or controller is None:
             return False
         if self._cluster.world.now_s <= max(replica.goes_since_s, controller.ready_s) + TOLD_S:
             return False
         since_s = replica.goes_since_s - TOLD_S
-        # A controller that was started anew has forgotten a drain until the replica's next heartbeat.
+        # A controller that was restarted does not know of a drain until the replica's next heartbeat.
         if self._troubles.lasted_s(UNHEARD, replica.name, self._cluster.world.now_s - since_s) > 0:
             return False
         return not self._troubles.any_since(UNTOLD, since_s)

@@ -1,4 +1,4 @@
-"""What goes wrong, carried out on the cluster, and mended again."""
+"""Carries faults out on the cluster and mends them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tests.simulation.schedule import Fault
 from tests.simulation.troubles import EVERYBODY, Troubles
 
 TOO_LONG_FROZEN_S = 12.0
-"""Serve's health check gives a replica up that has not answered for so long."""
+"""Serve's health check gives up a replica that has not answered for this long."""
 BREAK_S = (0.0, 0.3)
-"""After this time an end of a connection learns that it has broken: often before the turns end whose events it
-carried."""
+"""After this time an end of a connection learns that it has broken, often before the turns end whose events the
+connection carried."""
 BREAKS_AGAIN_S = (0.1, 1.0)
 
 
 CONTROLLER_AWAY_S = 5.0
-"""By then a controller that died has been started again, and has heard of everybody."""
+"""Within this time a controller that died has been restarted and has heard from every replica."""
 
 
 class Faults:
-    """`under_way` counts those that have not been mended yet. `troubles` notes those that excuse something."""
+    """`under_way` counts the faults that have not been mended yet. `troubles` notes those that excuse an effect."""
 
     def __init__(self, cluster: Cluster, log: Log, operator: Operator, troubles: Troubles) -> None:
         self.under_way = 0
@@ -137,7 +137,7 @@ class Faults:
         return self._cluster.network.cut(*names)
 
     def _break_connections(self, fault: Fault) -> Callable[[], None]:
-        """The connection of an ingress to a replica breaks, again and again."""
+        """Breaks the connection of an ingress to a replica again and again."""
         cluster, random = self._cluster, self._cluster.random
         ingress, replica = self._one("ingress", fault.who), self._one("replica", fault.who // 2)
         if ingress is None or replica is None:

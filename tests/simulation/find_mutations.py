@@ -1,8 +1,8 @@
-"""In which run each mutation is found: `python -m tests.simulation.find_mutations [--most N] [--workers N] [--only A|B]
-[--known FILE] [--out FILE]`.
+"""Finds the run in which each mutation is noticed: `python -m tests.simulation.find_mutations [--most N] [--workers N]
+[--only A|B] [--known FILE] [--out FILE]`.
 
-Plays the seeds below N until one fails: those first at which FILE, an earlier result, says that it was found. Prints a
-table and writes it as JSON. Exit status 1 if one was not found.
+Plays the seeds below N until one fails. Seeds at which FILE, an earlier result, found a mutation come first. Prints a
+table and writes it as JSON. The exit status is 1 if a mutation was not found.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ COLLECT_EVERY = 50
 
 
 SCHEDULES: dict[str, Callable[[int], Schedule]] = {TRUSTED_SLOTS: returning_sessions.schedule_of}
-"""Of mutations that need more than the schedules of all."""
+"""Schedules of mutations that the usual schedules do not show."""
 
 
 def find(name: str, seeds: Iterable[int]) -> dict[str, Any]:
-    """The first of the seeds that fails under the mutation, and how. None: none did."""
+    """The first of the seeds that fails under the mutation, and its violation. Both are None if no seed fails."""
     schedule_of = SCHEDULES.get(name, make_schedule)
     with undisturbed(), mutated(name):
         for played, seed in enumerate(seeds):

@@ -1,4 +1,4 @@
-"""Serve's health checks: a replica that fails them is ended and replaced."""
+"""Serve's health checks. A replica that fails them is ended and replaced."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MOST_FAILURES = 3
 
 
 class HealthChecks:
-    """Asks each replica once a PERIOD_S. `failed` hears of one that said MOST_FAILURES times in a row that it is not
-    well, and why. One that does not answer is asked no more."""
+    """Asks each replica once per PERIOD_S. When a replica has reported MOST_FAILURES times in a row that it is not
+    well, `failed` gets the replica and its reason. A replica that does not answer is asked no more."""
 
     def __init__(self, world: World, failed: Callable[[Party, str], None]) -> None:
         self._world = world

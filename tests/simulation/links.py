@@ -1,6 +1,6 @@
-"""The connections between front ends and replicas, as ZeroMQ gives them: in order, until they break; then opened again.
+"""The connections between front ends and replicas, as ZeroMQ gives them: in order until they break, then opened again.
 
-What is on its way when one breaks is lost, and so is what an end sends before it has learned of that.
+When a connection breaks, messages on their way are lost. So are those that an end sends before it learns of the break.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from serving.replica.link_server import Peer, TakeFrame
 from tests.simulation.network import Network, Party
 
 RECONNECTS_S = (0.02, 0.5)
-"""The pauses between two tries to connect."""
+"""The pause between two tries to connect."""
 DEATH_KNOWN_S = (0.05, 0.5)
-"""After this time Ray knows that a process has ended."""
+"""Ray knows after this time that a process has ended."""
 
 
 class Way:
-    """One direction of a connection: what arrives out of order waits."""
+    """One direction of a connection. Messages that arrive early wait for those before them."""
 
     def __init__(self, network: Network, source: Party, target: Party, broken: Callable[[], None]) -> None:
         self._network = network
@@ -46,7 +46,7 @@ class Way:
 
 
 class Wire:
-    """One connection, until it breaks. `replica_knows`: whether the replica has learned of that."""
+    """One connection, until it breaks. `replica_knows`: whether the replica has learned of the break."""
 
     def __init__(self, links: Links, connection: SimulatedConnection, listener: SimulatedListener) -> None:
         self.connection = connection
@@ -67,7 +67,7 @@ class Wire:
             self._to_front.send(partial(self._arrive, self.connection.frame_came, header, body))
 
     def break_off(self, after_s: tuple[float, float] | None = None) -> None:
-        """Front end and replica learn of it after those times."""
+        """Breaks the connection. Front end and replica learn of it after the two times of `after_s`, or random ones."""
         if not self.open:
             return
         self.open = False
@@ -82,7 +82,7 @@ class Wire:
 
 
 class SimulatedListener:
-    """A replica's sockets (Listener). It knows a front end's newest connection only."""
+    """A replica's sockets (Listener). It knows only a front end's newest connection."""
 
     def __init__(self, links: Links, party: Party) -> None:
         self.party = party
@@ -134,7 +134,7 @@ class SimulatedConnection:
         self._connect()
 
     def send(self, header: bytes, body: bytes) -> None:
-        """As ZeroMQ does, it keeps what is sent while there is no connection."""
+        """Sends a frame. Keeps it while there is no connection, as ZeroMQ does."""
         if self._wire is None:
             self._unsent.append((header, body))
         else:
@@ -157,7 +157,7 @@ class SimulatedConnection:
             self._events.frame_came(header, body)
 
     def learn(self, wire: Wire) -> None:
-        """That the connection has broken."""
+        """Learns that the connection has broken."""
         if wire is self._wire and not self._closed and not self.party.dead:
             self._wire = None
             self.party.loop.call_soon(self._events.broke)
@@ -192,7 +192,7 @@ class SimulatedConnection:
 
 
 class Links:
-    """All of them."""
+    """All connections."""
 
     def __init__(self, network: Network, random: Random) -> None:
         self.network = network
@@ -203,16 +203,16 @@ class Links:
         self._names = (b"%d" % number for number in itertools.count())
 
     def connect(self, party: Party, address: ReplicaAddress, events: ConnectionEvents) -> SimulatedConnection:
-        """From a front end to the replica of that address."""
+        """A new connection from a front end to the replica at that address."""
         return SimulatedConnection(self, party, self.listeners[address.actor], events, next(self._names))
 
     async def has_died(self, address: ReplicaAddress) -> bool:
-        """As Ray says it."""
+        """Whether the replica has died, as far as Ray knows."""
         party = self.listeners[address.actor].party
         return party.dead and self.world.now_s - party.died_s > self.random.uniform(*DEATH_KNOWN_S)
 
     def between(self, front_end: Party, replica: Party) -> Iterator[Wire]:
-        """Those that are open."""
+        """The open connections between the two."""
         self.wires = [wire for wire in self.wires if wire.open]
         for wire in self.wires:
             if wire.connection.party is front_end and wire.listener.party is replica:

@@ -1,4 +1,4 @@
-"""The session log of a run, in SQLite or in Redis: how controllers open it, what it has taken, how it can be away."""
+"""The session log of a run, in SQLite or in Redis: how controllers open it, what it has taken, and its outages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Mend = Callable[[], None]
 
 
 class Records(Protocol):
-    """What the log has taken: all sessions' lives, and those that are open. `listeners` are its owner's to add."""
+    """What the log has taken: the lives of all sessions, and of those that are open. The owner adds `listeners`."""
 
     lives: list[Life]
     living: dict[str, Life]
@@ -33,16 +33,16 @@ class Records(Protocol):
 
 
 class Log(Protocol):
-    """It outlives all who use it. Faults return what mends them."""
+    """The session log. It outlives everybody who uses it. Methods that cause a fault return what mends it."""
 
     records: Records
     controller_loop: type[PartyLoop]
 
     def open(self, controller: Party, cluster: str) -> SessionStore:
-        """For a controller that starts. Raises StoreError."""
+        """Opens the log for a controller that starts. Raises StoreError."""
 
     def contents(self, session_id: str) -> tuple[tuple[int, ...], int]:
-        """The tokens of an open session, and how many turns it has."""
+        """The tokens of an open session and the number of its turns."""
 
     def stop(self) -> Mend: ...
 
@@ -52,7 +52,7 @@ class Log(Protocol):
 
 
 class SqliteLog:
-    """In memory; one store for all controllers, as there is one file. To be frozen is to be away."""
+    """A log in memory. All controllers share one store, because there is one file. A frozen log is an absent one."""
 
     controller_loop: type[PartyLoop] = PartyLoop
 
@@ -66,7 +66,7 @@ class SqliteLog:
         return self.records
 
     def _unix_s(self) -> float:
-        """The log's times are its controller's."""
+        """The time in the log is the time of its controller."""
         assert self._controller is not None
         return self._controller.unix_s()
 
@@ -89,7 +89,7 @@ class SqliteLog:
 
 
 class RedisLog:
-    """Each controller has a store of its own, over connections that the network carries."""
+    """A log in Redis. Each controller has a store of its own, over connections that the network carries."""
 
     controller_loop: type[PartyLoop] = BlockingLoop
 

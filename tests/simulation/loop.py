@@ -1,8 +1,8 @@
-"""Virtual time: one scheduler over the event loops of all parties, each of which stands for a process.
+"""Virtual time: one scheduler over the event loops of all parties. Each party stands for a process.
 
-A party's own callbacks run in the order that asyncio promises. Which party runs next is drawn from the seed, callback
-by callback, so anything may happen to the others between two steps of a task. When nobody can run, time jumps to the
-next timer. A party that dies keeps its tasks as they are until the world ends: its code never runs again.
+A party's own callbacks run in the order that asyncio promises. Which party runs next is drawn from the seed for each
+callback, so anything may happen to the others between two steps of a task. When no party can run, time jumps to the
+next timer. A party that dies keeps its tasks as they are until the world ends. Its code never runs again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 
 MOST_STEPS_AT_ONCE = 200_000
-"""Callbacks at one moment of virtual time: more are a loop that never waits."""
+"""The most callbacks at one moment of virtual time. More means a loop that never waits."""
 
 
 class Spinning(Exception):
@@ -26,8 +26,7 @@ class Spinning(Exception):
 
 
 class Callback:
-    """What asyncio's Handle and TimerHandle are to their users, without what they do for debug mode: most of a run's
-    time is theirs."""
+    """A lean replacement for asyncio's Handle and TimerHandle, without debug mode. A run spends most time here."""
 
     __slots__ = ("_args", "_callback", "_context", "_is_cancelled", "_when_s", "loop")
 
@@ -50,7 +49,7 @@ class Callback:
         return self._when_s
 
     def cancel(self) -> None:
-        """What it would have called with is let go."""
+        """Cancels the callback and drops the references to its function and arguments."""
         self._is_cancelled = True
         self._callback, self._args = None, ()
 
@@ -58,7 +57,7 @@ class Callback:
         return self._is_cancelled
 
     def run(self) -> None:
-        """Raises nothing but the orders to end: the loop hears of everything else."""
+        """Runs the callback. Raises only SystemExit and KeyboardInterrupt; the loop gets all other errors."""
         callback = self._callback
         if callback is None:
             return
@@ -71,13 +70,13 @@ class Callback:
 
 
 class World:
-    """Owns virtual time, in seconds from 0, and every loop. Not thread safe: there are no threads."""
+    """Owns virtual time, in seconds from 0, and every loop. It has no threads and is not thread safe."""
 
     def __init__(self, random: Random) -> None:
         self.now_s = 0.0
         self.steps = 0
         self.failures: list[str] = []
-        """What nobody caught: each is a fault of the party that it names."""
+        """Errors that nobody caught. Each is a fault of the party that it names."""
         self._random = random
         self._numbers = itertools.count()
         self._timers: list[tuple[float, int, Callable[[], None] | Callback]] = []
@@ -89,11 +88,11 @@ class World:
         return self.now_s
 
     def after(self, delay_s: float, act: Callable[[], None]) -> None:
-        """Calls `act` then, outside of any party."""
+        """Calls `act` after `delay_s`, outside of any party."""
         heapq.heappush(self._timers, (self.now_s + delay_s, next(self._numbers), act))
 
     def run(self, done: Callable[[], bool], deadline_s: float) -> bool:
-        """Until nobody can run and `done`; False at the deadline. Raises Spinning."""
+        """Runs until no party can run and `done` is true. Returns False at the deadline. Raises Spinning."""
         try:
             while True:
                 self._run_at_once()
@@ -107,7 +106,7 @@ class World:
             self._enter(None)
 
     def close(self) -> None:
-        """Ends every party; the world cannot go on."""
+        """Ends every party. The world cannot go on after that."""
         for loop in self._loops:
             loop.die()
         self._timers.clear()
@@ -128,7 +127,7 @@ class World:
             self._runnable.remove(loop)
 
     def _run_at_once(self) -> None:
-        """Everything that can run before time passes."""
+        """Runs everything that can run before time passes."""
         at_once = 0
         while self._runnable:
             self._step()
@@ -154,7 +153,7 @@ class World:
             loop.stepped()
 
     def _enter(self, loop: PartyLoop | None) -> None:
-        """Whose code runs now; None: nobody's."""
+        """Sets the party whose code runs now; None for code outside of all parties."""
         if loop is not self._inside:
             self._inside = loop
             events._set_running_loop(loop)
@@ -171,7 +170,7 @@ class World:
 
 
 class PartyLoop(asyncio.BaseEventLoop):
-    """The event loop of one party. `fail` hears of what nobody caught."""
+    """The event loop of one party. Errors that nobody caught go to the world's `failures`."""
 
     def __init__(self, world: World, name: str) -> None:
         self._world = world
@@ -182,7 +181,7 @@ class PartyLoop(asyncio.BaseEventLoop):
         self._remains: list[Any] = []
         self.dead = False
         self.ready: deque[Callback] = deque()
-        """What waits to run here, in order."""
+        """Callbacks that wait to run here, in order."""
         super().__init__()
         world.begin(self)
 
@@ -191,7 +190,7 @@ class PartyLoop(asyncio.BaseEventLoop):
         return self._doom is not None
 
     def due(self, callback: Callback) -> None:
-        """Only the living run."""
+        """Queues a callback that may run now. Does nothing if the party is dead."""
         if self.dead:
             return
         if not self.ready and self._runs:
@@ -206,13 +205,13 @@ class PartyLoop(asyncio.BaseEventLoop):
         self._world.cannot_run(self)
 
     def thaw(self) -> None:
-        """As often as it was frozen: then it runs again."""
+        """Undoes one `freeze`. The party runs again when each freeze has been undone."""
         self._frozen -= 1
         if self.ready and self._runs and not self.dead:
             self._world.can_run(self)
 
     def doom(self, steps: int, end: Callable[[], None]) -> None:
-        """Calls `end` after so many more callbacks of this party, if it has so many."""
+        """Calls `end` after `steps` more callbacks of this party, if that many come."""
         self._doom = (steps, end)
 
     def stepped(self) -> None:
@@ -223,7 +222,7 @@ class PartyLoop(asyncio.BaseEventLoop):
                 end()
 
     def die(self) -> None:
-        """Nothing of it runs any more, not even what would clean up."""
+        """Stops the party. Nothing of it runs any more, not even cleanup."""
         if self.dead:
             return
         self._world.cannot_run(self)
@@ -232,7 +231,7 @@ class PartyLoop(asyncio.BaseEventLoop):
         self.dead = True
 
     def bury(self) -> None:
-        """What is left of its tasks is thrown away in silence."""
+        """Throws away what is left of its tasks, without warnings."""
         for each in self._remains:
             if isinstance(each, asyncio.Task):
                 each._log_destroy_pending = False  # type: ignore[attr-defined]
@@ -244,7 +243,7 @@ class PartyLoop(asyncio.BaseEventLoop):
         return not self._frozen and not self._held
 
     def _hold(self) -> None:
-        """What is ready waits until `_release`."""
+        """Makes the ready callbacks wait until `_release`."""
         self._held = True
         self._world.cannot_run(self)
 
@@ -254,7 +253,7 @@ class PartyLoop(asyncio.BaseEventLoop):
         if self._runs:
             self._world.can_run(self)
 
-    # What asyncio asks of a loop.
+    # The methods that asyncio requires of a loop.
 
     def time(self) -> float:
         return self._world.now_s
@@ -281,7 +280,7 @@ class PartyLoop(asyncio.BaseEventLoop):
         return self.call_at(self._world.now_s + delay, callback, *args, context=context)
 
     def run_in_executor(self, _executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """On this loop, in a step of its own: there are no threads."""
+        """Runs `func` on this loop in a step of its own, because there are no threads."""
         future = self.create_future()
 
         def run() -> None:
@@ -296,7 +295,7 @@ class PartyLoop(asyncio.BaseEventLoop):
         return future
 
     def is_running(self) -> bool:
-        return False  # nothing of asyncio may take it for a loop that it can stop
+        return False  # keeps asyncio from treating this loop as one that it can stop
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         if not self.dead:

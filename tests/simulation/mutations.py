@@ -1,7 +1,7 @@
-"""Faults put back into the product while it runs, to see that the simulation finds them.
+"""Faults put back into the product while it runs, to check that the simulation finds them.
 
-Each is a way in which the code was once wrong, or would be wrong without one line of it: the fences, epochs,
-idempotency keys, pending commits, and the identity of KV pages. `MUTATIONS` names them; `mutated(name)` holds one in
+Each mutation is an error that the code once had, or would have without one line of it. They concern fences, epochs,
+idempotency keys, pending commits, and the identity of KV pages. `MUTATIONS` names them. `mutated(name)` keeps one in
 place.
 """
 
@@ -45,8 +45,8 @@ TRUSTED_SLOTS = "a slot's KV is trusted (point 1)"
 
 
 def _slots_are_trusted() -> Patches:
-    """The engine frees the KV of a session that has left late, as while it is stalled. If the session comes back
-    meanwhile, its KV is used as far as it is long, whatever tokens it is of."""
+    """The engine frees the KV of a session that has left late, as when it is stalled. If the session comes back
+    meanwhile, all of its old KV is used, whatever tokens it belongs to."""
 
     free = SessionHost._free_kv
 
@@ -97,7 +97,7 @@ def _commits_are_believed() -> Patches:
 
 
 def _ledger_fences_nothing() -> Patches:
-    """Whoever commits is taken for the owner, and its turn for the next one."""
+    """Any committer is taken for the owner, and its turn for the next one."""
 
     def fence(self: OwnershipLedger, session_id: str, _epoch: int, _replica_id: str | None = None) -> Any:
         return self.get(session_id)
@@ -129,7 +129,7 @@ def _next_turn(record: TurnRecord, find: Callable[[str], LedgerEntry]) -> TurnRe
 
 
 def _log_fences_nothing() -> Patches:
-    """The log takes a turn of any epoch at any place: a former owner overwrites what came since."""
+    """The log takes a turn of any epoch at any place, so a former owner overwrites later turns."""
     real = controllers.sqlite_store.adds_turn
 
     def adds_turn(entry: Any, record: TurnRecord, is_last: Callable[[], bool]) -> bool:
@@ -157,7 +157,7 @@ def _turns_overlap() -> Patches:
 
 
 def _keys_are_not_looked_up() -> Patches:
-    """An idempotency key that has run is run again, and the log takes it."""
+    """A turn with a known idempotency key runs again, and the log takes it."""
     real = SessionController.begin_turn
 
     def begin_turn(self: SessionController, session_id: str, epoch: int, **options: Any) -> Any:
@@ -173,7 +173,7 @@ def _keys_are_not_looked_up() -> Patches:
 
 
 def _keys_do_not_move() -> Patches:
-    """The next owner is not given what turns with a key answered."""
+    """The next owner does not get the answers of turns with a key."""
     real = SessionController._hold
 
     def hold(self: SessionController, record: SessionRecord, *rest: Any) -> None:
@@ -183,7 +183,7 @@ def _keys_do_not_move() -> Patches:
 
 
 def _keys_are_remembered_before_the_log() -> Patches:
-    """A turn's answer can be had again as soon as it is to be committed."""
+    """A turn's answer can be replayed as soon as its commit is prepared."""
     real = SessionController.prepare_commit
 
     def prepare(self: SessionController, turn: Turn, *rest: Any, **more: Any) -> TurnRecord:
@@ -205,7 +205,7 @@ def _keys_are_remembered_before_the_log() -> Patches:
 
 
 def _takeovers_tell_again() -> Patches:
-    """After a takeover the client is told the turn from its beginning."""
+    """After a takeover the client gets the turn again from its beginning."""
     real = TurnProgress.begin_again
 
     def begin_again(self: TurnProgress) -> ResumedTurn:
@@ -217,7 +217,7 @@ def _takeovers_tell_again() -> Patches:
 
 
 def _takeovers_go_on_anywhere() -> Patches:
-    """A turn that goes on elsewhere does not look at which of the session's turns it is."""
+    """A turn that goes on elsewhere does not check which of the session's turns it is."""
     real = TurnRunner._begin
 
     async def begin(self: TurnRunner, call: TurnCall, *rest: Any) -> Any:
@@ -231,7 +231,7 @@ def _takeovers_go_on_anywhere() -> Patches:
 
 
 def _channels_go_on_anywhere() -> Patches:
-    """What a broken connection lost is not sent again: a channel goes on with what comes next."""
+    """A channel does not resend what a broken connection lost. It goes on with the next message."""
     real = Channel._message
 
     def message(self: Channel, number: int, body: bytes) -> bytes | None:
@@ -242,7 +242,7 @@ def _channels_go_on_anywhere() -> Patches:
 
 
 def _channels_tell_again() -> Patches:
-    """All is sent again, and taken again, whether it had arrived or not."""
+    """A channel resends everything, and the other end takes it again, whether it had arrived or not."""
     real = Channel._message
 
     def message(self: Channel, number: int, body: bytes) -> bytes | None:
@@ -255,7 +255,7 @@ def _channels_tell_again() -> Patches:
 
 
 def _abandoned_turns_stay() -> Patches:
-    """A client that leaves leaves its turn in flight."""
+    """When a client leaves, its turn stays in flight."""
     return [
         patch.object(TurnRunner, "_roll_back", lambda *_: None),
     ]
@@ -267,7 +267,7 @@ def _epochs_begin_anew() -> Patches:
 
 
 def _ledger_before_log() -> Patches:
-    """The ledger moves a session before the log has it, and stays so if the log does not answer."""
+    """The ledger moves a session before the log has the move, and keeps the move if the log does not answer."""
     real = Cluster._move_to
 
     def move_to(self: Cluster, entry: Any, replica_id: str) -> Any:

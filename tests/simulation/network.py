@@ -1,4 +1,4 @@
-"""What lies between the parties: messages are copied, take time, overtake each other, break off, wait behind a cut."""
+"""The network between the parties: messages are copied, take time, overtake each other, get lost, and wait at a cut."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BREAK_S = (0.02, 1.5)
 
 
 class OpenCall(Protocol):
-    """A call that has not ended, as its two parties know it."""
+    """A call that has not ended, as its two parties see it."""
 
     def party_died(self, party: Party) -> None: ...
 
@@ -30,11 +30,11 @@ class OpenCall(Protocol):
 
 @dataclass(eq=False)
 class Party:
-    """A process: its name, its loop, the actor that runs there, and what of it clients see.
+    """A process: its name, its loop, the actor that runs there, and the part of it that clients see.
 
-    `unix_offset_s` is what its Unix clock is wrong by. `ready_s`: since when a controller answers, which may have
-    waited for the log. `asked_to_go`: Serve or an operator wants the replica gone; `goes_since_s`: since when whoever
-    is to know of it may know.
+    `unix_offset_s` is the error of its Unix clock. `ready_s`: since when a controller answers, possibly after a wait
+    for the log. `asked_to_go`: Serve or an operator wants the replica to go. `goes_since_s`: since when other parties
+    can know that the replica goes.
     """
 
     name: str
@@ -73,7 +73,8 @@ class Party:
 
 @dataclass(slots=True)
 class Weather:
-    """How bad the network is: shares of messages that are slow, and whose connection breaks under them."""
+    """How bad the network is: the shares of messages that are slow, that break their connection, or that are
+    repeated."""
 
     slow: float = 0.02
     slowest_s: float = 0.2
@@ -82,7 +83,7 @@ class Weather:
 
 
 def copied(value: Any) -> bytes:
-    """What travels: nothing is shared between parties."""
+    """The value as bytes, so that parties share nothing."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table = REDUCERS
@@ -99,11 +100,12 @@ def _proxy(values: dict[Any, Any]) -> MappingProxyType[Any, Any]:
 
 
 REDUCERS = {**copyreg.dispatch_table, MappingProxyType: _reduced}
-"""Ray's pickle knows this one, too."""
+"""Ray's pickle can handle this type too."""
 
 
 class Network:
-    """Owned by the world's run. A cut holds what is on its way until it is mended; then half of it has broken off."""
+    """The network of a run. A cut holds messages until it is mended. Then half of them arrive; the others break their
+    connection."""
 
     def __init__(self, world: World, random: Random) -> None:
         self.weather = Weather()
@@ -113,7 +115,8 @@ class Network:
         self._held: list[tuple[frozenset[str], Callable[[], None], Callable[[], None]]] = []
 
     def cut(self, one: str, other: str) -> Callable[[], None]:
-        """Parts two parties; returns what mends it. Names may be those of parties that come later."""
+        """Cuts two parties off from each other. Returns what mends the cut. A name may belong to a party that comes
+        later."""
         link = frozenset((one, other))
         self._cuts.append(link)
 
@@ -137,8 +140,8 @@ class Network:
         *,
         not_before_s: float = 0.0,
     ) -> float:
-        """Runs `act` on the target's loop once it has arrived; if the connection breaks, `broken` instead, outside of
-        all loops. Returns the time of arrival, so that a stream can keep its order."""
+        """Runs `act` on the target's loop when the message arrives. If the connection breaks, runs `broken` instead,
+        outside of all loops. Returns the time of arrival, so that a stream can keep its order."""
         there = partial(target.loop.call_soon, act)
         return self.carry(source, target, there, broken, not_before_s=not_before_s)
 
@@ -151,7 +154,7 @@ class Network:
         *,
         not_before_s: float = 0.0,
     ) -> float:
-        """The same, but for `act`, which is outside of all loops: the target need not run for it."""
+        """Like `send`, but `act` runs outside of all loops, so the target need not run."""
         if source.dead:
             return self.world.now_s
         if self._random.random() < self.weather.breaks:

@@ -1,4 +1,4 @@
-"""Whoever runs `kedge drain`: empties a replica, which Serve then replaces."""
+"""An operator who runs `kedge drain`. The drain empties a replica, and Serve then replaces it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LONGEST_ANSWER_S = 60.0
 
 
 class Operator:
-    """A party that never fails. `drained` are the replicas whose drain was accepted: each of them ends, unless it
-    is the last one and has sessions."""
+    """A party that never fails. `drained` are the replicas whose drain was accepted. Each of them ends, unless it is
+    the last replica and has sessions."""
 
     def __init__(self, cluster: Cluster, truth: Truth) -> None:
         self.drained: list[Party] = []
@@ -27,7 +27,7 @@ class Operator:
         self._truth = truth
 
     def drain(self, replica: Party) -> None:
-        """Asks any ingress for it; does nothing while there is none."""
+        """Asks any ingress to drain the replica. Does nothing if there is no ingress."""
         if not self._cluster.serve.ingresses:
             return
         replica.asked_to_go = True

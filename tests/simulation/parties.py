@@ -1,6 +1,6 @@
-"""The processes of a cluster: replicas, ingresses and the controller, each the product's class on a loop of its own.
+"""The processes of a cluster: replicas, ingresses and the controller. Each is the product's class on a loop of its own.
 
-Also what Ray does when one of them dies: it is started again, under another name.
+When one of them dies, a successor starts. Successors of replicas and ingresses have new names.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from tests.simulation.serve_model import (
 from tests.simulation.web import Web
 
 NOTICED_S = (0.05, 3.0)
-"""After this time Serve knows that a replica is dead."""
+"""Serve knows after this time that a replica is dead."""
 SERVE_LOOKS_S = 0.1
-"""How often Serve looks."""
+"""How often Serve checks whether a successor is ready."""
 STARTS_S = (0.3, 2.5)
 
 
 class Cluster:
-    """Everybody, over a network. `tiers` are the pages that idle sessions' KV may take in host memory and on disk,
-    `slowness` is that of the engines."""
+    """All processes and the network between them. `tiers` are the pages in host memory and on disk for the KV of idle
+    sessions. `slowness` is that of the engines."""
 
     def __init__(
         self,
@@ -62,7 +62,8 @@ class Cluster:
         self.args = args
         self.engines: dict[str, EngineFactory] = {}
         self.ill: list[str] = []
-        """Replicas that Serve replaced since they said that they are not well, though nobody had asked them to go."""
+        """Replicas that Serve replaced because they reported that they were not well, though nobody had asked them to
+        go."""
         self.replicas: list[Party] = []
         self.ingresses: list[Party] = []
         self._log = log
@@ -105,7 +106,7 @@ class Cluster:
                     clock=party.unix_s,
                     timer=self.world.clock,
                 )
-            except StoreError:  # those who call create the actor again
+            except StoreError:  # the callers create the actor again
                 party.die()
                 self.world.after(self.random.uniform(*STARTS_S), self.start_controller)
             else:
@@ -188,8 +189,8 @@ class Cluster:
         self.world.after(noticed_s, replace)
 
     def retire_replica(self, party: Party) -> None:
-        """As a rolling update does: the successor first, then the replica is asked to end itself, for which it has some
-        time."""
+        """Replaces a replica as a rolling update does. The successor starts first. Then the replica is asked to end,
+        within a time limit."""
         if party.dead or party.retiring:
             return
         party.retiring = True

@@ -1,6 +1,7 @@
-"""Where the log has each session, and whether it had to move: pauses and planned changes move no more than they must.
+"""The owner of each session in the log, and whether each move was necessary. Pauses and planned changes may not cause
+other moves.
 
-A session leaves its replica only for a cause, and goes to none that is known to go while there is another.
+A session leaves its replica only for a reason. It never goes to a replica that is known to go while there is another.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from tests.simulation.truth import Truth
 
 
 class Placements(LogListener):
-    """`evens_out`: sessions may move to less busy replicas."""
+    """Checks every opening and move of a session. `evens_out`: sessions may move to less busy replicas."""
 
     def __init__(self, expectations: Expectations, truth: Truth, *, evens_out: bool) -> None:
         self._expectations = expectations
@@ -21,7 +22,7 @@ class Placements(LogListener):
         self._parents: dict[str, str | None] = {}
 
     def opened(self, life: Life, replica_id: str, parent_id: str | None) -> None:
-        """A fork begins where its parent is, whatever is to become of that replica."""
+        """A fork begins at its parent's replica, even if that replica is about to go."""
         self._owners[life.session_id] = replica_id
         self._parents[life.session_id] = parent_id
         if parent_id is None:
@@ -39,7 +40,7 @@ class Placements(LogListener):
         self._check_taker(session_id, replica_id)
 
     def _joins_parent(self, life: Life, replica_id: str) -> bool:
-        """A fork that is repeated follows its parent."""
+        """Whether the move is that of a repeated fork, which follows its parent."""
         parent_id = self._parents[life.session_id]
         if parent_id == UNKNOWN:
             return not life.turns

@@ -20,7 +20,7 @@ Patches = list[Any]
 
 
 def _heartbeats_end_retirement() -> Patches:
-    """A replica that is to go, and says that it lives, is live again."""
+    """A heartbeat makes a replica live again that is about to go."""
     real = ReplicaDirectory._note
 
     def note(self: ReplicaDirectory, status: ReplicaStatus) -> None:
@@ -31,7 +31,7 @@ def _heartbeats_end_retirement() -> Patches:
 
 
 def _retirement_is_not_noticed() -> Patches:
-    """A replica that Serve takes away is as before, until it says farewell."""
+    """A replica that Serve takes away behaves as before until it says farewell."""
 
     async def retire(self: LLMReplica) -> None:
         await asyncio.sleep(self._args.replicas.graceful_shutdown_timeout_s / 2)
@@ -40,7 +40,7 @@ def _retirement_is_not_noticed() -> Patches:
 
 
 def _retiring_replicas_are_lost() -> Patches:
-    """A replica that Serve takes away is reported as one that has died."""
+    """A replica that Serve takes away is reported as dead."""
     real = LLMReplica._retire
 
     async def retire(self: LLMReplica) -> None:
@@ -51,7 +51,7 @@ def _retiring_replicas_are_lost() -> Patches:
 
 
 def _turns_leave_retiring_replicas() -> Patches:
-    """An ingress waits no longer for the turns of a replica that drains."""
+    """An ingress stops waiting for the turns of a draining replica."""
     real = ReplicaCalls.look
 
     async def look(self: ReplicaCalls) -> None:
@@ -65,7 +65,7 @@ def _turns_leave_retiring_replicas() -> Patches:
 
 
 def _handed_over_to_anybody() -> Patches:
-    """A session that is handed over may come back to the replica that drains."""
+    """A session that is handed over may go back to the draining replica."""
 
     def drain_session(self: Cluster, entry: LedgerEntry) -> bool:
         self._move_to(entry, entry.replica_id)
@@ -75,7 +75,7 @@ def _handed_over_to_anybody() -> Patches:
 
 
 def _drained_comes_back() -> Patches:
-    """A replica that drains and registers again, since it was not heard for a while, counts as new."""
+    """A draining replica that registers again after a silence counts as new."""
     real = ReplicaDirectory.register
 
     def register(self: ReplicaDirectory, status: ReplicaStatus) -> None:
@@ -86,7 +86,7 @@ def _drained_comes_back() -> Patches:
 
 
 def _drain_ends_early() -> Patches:
-    """A replica that drains says farewell while it has turns."""
+    """A draining replica says farewell while it has turns."""
 
     async def hand_over(self: LLMReplica) -> None:
         await self._host.hand_over()

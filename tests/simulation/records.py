@@ -1,6 +1,6 @@
-"""What the session log has taken, in order: the truth that every answer is compared with.
+"""What the session log has taken, in order. Every answer is compared with it.
 
-Stands around the real store, lets every call through, and can play that the log is away.
+The recorder wraps the real store, passes every call on, and can pretend that the log is away.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from controllers.tokens import unpack_tokens
 
 @dataclass(slots=True)
 class Committed:
-    """One turn that the log took. `before` is the history that it went on from, cut to the turn's start."""
+    """One turn that the log took. `before` is the history that it continued, cut to the turn's start."""
 
     session_id: str
     turn_index: int
@@ -33,7 +33,7 @@ class Committed:
 
 @dataclass(slots=True)
 class Life:
-    """A session from its opening to its close. A session of the same name that is opened later is another."""
+    """A session from its opening to its close. A later session of the same name is another life."""
 
     session_id: str
     opened_s: float = 0.0
@@ -47,7 +47,7 @@ class Life:
         return self.closed_s is not None
 
     def history(self, turns: int | None = None) -> tuple[int, ...]:
-        """After so many turns (None: all)."""
+        """The history after the first `turns` turns (None: after all)."""
         taken = self.turns if turns is None else self.turns[:turns]
         return taken[-1].after if taken else self.inherited
 
@@ -56,30 +56,31 @@ UNKNOWN = "?"
 
 
 class LogListener:
-    """Hears of what the log has taken, at once."""
+    """Is told at once what the log has taken."""
 
     def opened(self, life: Life, replica_id: str, parent_id: str | None) -> None:
-        """A session begins, at a replica; `parent_id`: as a fork. UNKNOWN: perhaps."""
+        """A session begins at a replica. `parent_id` is the parent if it is a fork, or UNKNOWN if it may be one."""
 
     def committed(self, life: Life, turn: Committed) -> None:
-        """A turn that is new."""
+        """The log has taken a new turn."""
 
     def moved(self, life: Life, replica_id: str) -> None:
-        """A session has another owner, or the same at another epoch."""
+        """A session has another owner, or the same owner at another epoch."""
 
     def closed(self, life: Life) -> None:
-        """It has ended."""
+        """The session has ended."""
 
 
 class RecordedStore:
-    """A SessionStore; the calls of a real one. `clock` returns virtual seconds. `listeners` are its owner's to add."""
+    """A SessionStore that passes calls on to a real one. `clock` returns virtual seconds. The owner adds
+    `listeners`."""
 
     def __init__(self, store: SessionStore, clock: Callable[[], float]) -> None:
         self.listeners: list[LogListener] = []
         self.lives: list[Life] = []
         self.living: dict[str, Life] = {}
         self.away = 0
-        """How many outages there are at the moment."""
+        """The number of current outages."""
         self._store = store
         self._clock = clock
 
@@ -123,7 +124,7 @@ class RecordedStore:
         self._change(self._store.touch, session_id, last_used_s)
 
     def __getattr__(self, name: str) -> Any:
-        """Everything that only reads."""
+        """The methods of the real store that only read."""
         method = getattr(self._store, name)
 
         def read(*args: Any) -> Any:
@@ -135,7 +136,7 @@ class RecordedStore:
     def _taken(self, record: TurnRecord) -> None:
         life = self.living[record.session_id]
         if record.turn_index < len(life.turns):
-            return  # told again
+            return  # a repetition
         tokens, history = unpack_tokens(record.tokens).tolist(), life.history()
         turn = Committed(
             session_id=record.session_id,

@@ -1,4 +1,4 @@
-"""A Redis as a party of its own, and the connections to it: redis-py's own, over a socket that the network carries."""
+"""A Redis as a party of its own, and redis-py's own connections to it, over a socket that the network carries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Heard = Callable[[tuple[bytes, ...], Party], None]
 
 
 class RedisHost:
-    """Runs once made. `heard` is told the keys that a client's command wrote, and whose client it was."""
+    """A running Redis. `heard` gets the keys that a client's command wrote, and the client's party."""
 
     def __init__(self, network: Network, model: RedisModel, heard: Heard) -> None:
         self.network = network
@@ -30,7 +30,7 @@ class RedisHost:
         self.party = Party("redis", self.network.world)
 
     def stop(self) -> Callable[[], None]:
-        """It dies; returns what starts it again, with all that it was told."""
+        """Kills the Redis. Returns what starts it again with all data that it had taken."""
         self._stops += 1
         self.party.die()
 
@@ -58,7 +58,7 @@ class RedisHost:
 
 
 class Session:
-    """What a Redis knows of one connection: the commands of a transaction that is being told."""
+    """A Redis's state for one connection: the commands of a transaction that is being sent."""
 
     def __init__(self, host: RedisHost, client: Party) -> None:
         self._host = host
@@ -88,7 +88,7 @@ QUEUED = type(OK)(b"QUEUED")
 
 
 class RedisSocket:
-    """The client's end. Who waits for data stops its party, whose loop must be a BlockingLoop."""
+    """The client's end. A client that waits for data blocks its party, whose loop must be a BlockingLoop."""
 
     def __init__(self, host: RedisHost, client: Party, timeout_s: float) -> None:
         assert isinstance(client.loop, BlockingLoop)
@@ -152,7 +152,7 @@ class RedisSocket:
 
     getpeername = getsockname
 
-    # As an open call of the server's.
+    # The methods of an OpenCall, for the server's party.
 
     def party_died(self, _server: Party) -> None:
         self._client.world.after(self._host.network.delay_s(), self._break)
@@ -170,7 +170,7 @@ class RedisSocket:
 
 
 class RedisConnection(Connection):
-    """A connection of redis-py but for its socket."""
+    """A connection of redis-py with a simulated socket."""
 
     def __init__(self, simulated: tuple[RedisHost, Party], **options: Any) -> None:
         self._host_and_client = simulated

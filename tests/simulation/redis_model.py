@@ -1,6 +1,6 @@
-"""A Redis, as far as the session log uses one: keys in memory, commands one at a time, and scripts in Lua itself.
+"""A Redis, as far as the session log uses one: keys in memory, commands one at a time, and scripts in real Lua.
 
-`tests/unit/controllers/test_redis_model.py` plays the same commands to it and to a real one.
+`tests/unit/controllers/test_redis_model.py` runs the same commands on this model and on a real Redis.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ Words = Sequence[bytes]
 
 
 class Status(bytes):
-    """A reply like OK, which is no string to a script."""
+    """A reply like OK. In a script it is no string."""
 
 
 class ReplyError(Exception):
-    """What a command is refused with."""
+    """The error with which a command is refused."""
 
 
 class Members(dict[bytes, bytes]):
-    """A set, in the order in which it grew."""
+    """A set, in the order in which members were added."""
 
 
 class Scores(dict[bytes, bytes]):
-    """A sorted set: members and their scores, which are whole numbers."""
+    """A sorted set: members with their scores, which are whole numbers."""
 
     def downwards(self) -> list[bytes]:
         return sorted(self, key=lambda member: (int(self[member]), member), reverse=True)
@@ -38,10 +38,10 @@ _WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value
 
 
 class RedisModel:
-    """`clock` gives seconds. Writes survive `restart`, as with appendfsync always. What a command has written is in
-    `written` until somebody clears it.
+    """A Redis. `clock` returns seconds. Writes survive `restart`, as with appendfsync always. `written` collects the
+    keys that commands wrote, until the caller clears it.
 
-    Sets are small: a scan of one gives all of it at once, as Redis does with up to 128 members.
+    Sets are small: a scan returns the whole set at once, as Redis does with up to 128 members.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -54,11 +54,11 @@ class RedisModel:
         self._scripts: dict[bytes, Any] = {}
 
     def restart(self) -> None:
-        """It has lost the scripts that it knew."""
+        """Restarts the Redis, which forgets its scripts."""
         self._scripts.clear()
 
     def execute(self, words: Words) -> Any:
-        """The reply: bytes, int, float, None, a list, a dict, a Status. Raises ReplyError."""
+        """The reply: bytes, int, float, None, a list, a dict or a Status. Raises ReplyError."""
         name = words[0].lower().decode()
         command = getattr(self, f"_do_{name}", None)
         if command is None:
@@ -69,12 +69,12 @@ class RedisModel:
             raise ReplyError(f"ERR wrong number of arguments for '{name}' command") from error
 
     def get(self, key: bytes) -> bytes | None:
-        """For looking behind everybody's back."""
+        """The value of a key, for checks that bypass the client."""
         value: bytes | None = self._value(key, bytes)
         return value
 
     def _value(self, key: bytes, kind: type | None = None) -> Any:
-        """None if there is none. Raises ReplyError if it is of another kind."""
+        """The value of a key, or None if there is none. Raises ReplyError if it is of another kind."""
         if key in self._expires_s and self._expires_s[key] <= self._clock():
             self._drop(key)
         value = self._values.get(key)
@@ -87,7 +87,7 @@ class RedisModel:
         self.written[key] = None
 
     def _grown(self, key: bytes, kind: type, members: dict[bytes, bytes]) -> int:
-        """So many are new."""
+        """Adds members. Returns how many are new."""
         found: dict[bytes, bytes] = self._value(key, kind) or kind()
         before = len(found)
         found.update(members)
@@ -100,7 +100,7 @@ class RedisModel:
         return self._values.pop(key, None) is not None
 
     def _shrunk(self, key: bytes, kind: type, members: Words) -> int:
-        """So many were there. Without members it is none."""
+        """Removes members. Returns how many there were. A value without members ceases to exist."""
         found: dict[bytes, bytes] = self._value(key, kind) or kind()
         gone = sum(found.pop(member, self) is not self for member in members)
         if gone:
@@ -109,7 +109,7 @@ class RedisModel:
                 self._drop(key)
         return gone
 
-    # Commands, in the order of Redis' own pages.
+    # Commands, in the order of Redis' own documentation.
 
     def _do_ping(self) -> Status:
         return Status(b"PONG")
@@ -225,7 +225,7 @@ class RedisModel:
         return _from_lua(answer)
 
     def _call(self, *words: bytes | float) -> Any:
-        """`redis.call` of a script: a command that is refused ends it, and what it wrote before stays."""
+        """`redis.call` in a script. A refused command ends the script; what the script wrote before stays."""
         reply = self.execute([word if isinstance(word, bytes) else b"%.17g" % word for word in words])
         return self._to_lua(reply)
 

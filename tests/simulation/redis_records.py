@@ -1,7 +1,7 @@
-"""What a Redis has taken of the session log, in order, read behind the back of those who write: the truth that every
-answer is compared with.
+"""What a Redis has taken of the session log, in order, read from the model without its clients. Every answer is
+compared with it.
 
-A change whose answer is lost is seen here, too. Who may make which change is checked as it is made.
+Changes whose answer was lost are seen too. Each change is checked when it is made: was its client allowed to make it?
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from tests.simulation.redis_model import RedisModel
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A session's text, as far as it is checked. `last` are the last turn's start, tokens and tokens of input."""
+    """A session's record in Redis, as far as it is checked. `last` has the last turn's start, number of tokens and
+    number of input tokens."""
 
     entry: LedgerEntry
     writer: str
@@ -39,7 +40,7 @@ class Stored:
 
 
 class Behind:
-    """The log, read past everybody."""
+    """The log, read directly from the model."""
 
     def __init__(self, model: RedisModel, prefix: str) -> None:
         self._model = model
@@ -53,7 +54,7 @@ class Behind:
 
 
 class RedisRecords:
-    """`wrong` hears of changes that nobody may make. `name` is the log's, `clock` returns virtual seconds."""
+    """`wrong` is told of changes that were not allowed. `name` is the log's name; `clock` returns virtual seconds."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class RedisRecords:
                 self._changed(name, client)
 
     def contents(self, session_id: str) -> tuple[tuple[int, ...], int]:
-        """The session's tokens and how many turns it has."""
+        """The session's tokens and the number of its turns."""
         stored = self._stored[session_id]
         return self._history(stored), stored.turns
 

@@ -1,4 +1,4 @@
-"""What travels between a client of Redis and a Redis: requests and replies as bytes, in version 3 of its protocol."""
+"""The bytes between a client of Redis and a Redis: requests and replies in version 3 of the protocol (RESP3)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ END = b"\r\n"
 
 
 def parse_requests(data: bytes) -> tuple[list[list[bytes]], bytes]:
-    """All that are whole, and the beginning of the next: a client sends a long one in pieces."""
+    """All complete requests, and the beginning of the next. A client sends a long request in pieces."""
     requests: list[list[bytes]] = []
     at = 0
     try:
@@ -24,7 +24,7 @@ def parse_requests(data: bytes) -> tuple[list[list[bytes]], bytes]:
 
 
 class _Unfinished(Exception):
-    """The rest is still to come."""
+    """The rest of the request has not arrived yet."""
 
 
 def _request(data: bytes, at: int) -> tuple[list[bytes], int]:
@@ -41,7 +41,7 @@ def _request(data: bytes, at: int) -> tuple[list[bytes], int]:
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Of a line that begins with the kind of what it counts; and where the next line begins."""
+    """The number in a line that begins with one type character, and where the next line begins."""
     end = data.find(END, at)
     if end < 0:
         raise _Unfinished

@@ -1,6 +1,6 @@
-"""The file of results: ranges of seeds, each with its turns per seed, the commit that it was played at, and its sums.
+"""The file of results: ranges of seeds. Each has the number of turns per seed, the commit that played it, and its sums.
 
-A range that goes on where one of the same commit was cut off is joined to it.
+A range that continues an interrupted range of the same commit is joined to it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Totals:
-    """Of the seeds so far. `failed` has what was wrong, by seed."""
+    """Sums over the seeds so far. `failed` has the violations, by seed."""
 
     seeds: int = 0
     turns: int = 0
@@ -33,7 +33,8 @@ class Totals:
 
 
 class ResultFile:
-    """One range of it grows, from seed `first`; the others stay. `commit` is that of the code that plays."""
+    """A file of which one range grows, from seed `first`. The other ranges stay. `commit` is that of the code that
+    plays."""
 
     def __init__(self, path: Path, first: int, turns_per_seed: int, commit: str) -> None:
         self._path = path
@@ -54,7 +55,8 @@ class ResultFile:
                 break
 
     def write(self, reached: int, totals: Totals, took_s: float) -> None:
-        """All seeds from the first to before `reached` were played, those of this call with these sums."""
+        """Writes that all seeds from the first to before `reached` were played. `totals` are the sums of this process's
+        seeds."""
         whole = Totals()
         whole.add(self._before)
         whole.add(totals)
@@ -76,7 +78,7 @@ class ResultFile:
 
 
 def commit_of_code() -> str:
-    """With `-dirty` behind it if files were changed since."""
+    """The commit of the code, with `-dirty` at the end if files were changed since."""
     words = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 

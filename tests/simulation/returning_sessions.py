@@ -1,4 +1,4 @@
-"""Schedules in which sessions leave a replica, are rewound and go on elsewhere, and come back."""
+"""Schedules in which sessions leave a replica, are rewound and continued elsewhere, and come back."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from random import Random
 from tests.simulation.schedule import UNDISTURBED, Fault, Schedule, Turn
 
 FROZEN_S = 11.0
-"""Longer than a replica may be silent, shorter than Serve waits for its health check."""
+"""Longer than a replica may be silent, shorter than Serve's health check waits."""
 
 
 def schedule_of(seed: int) -> Schedule:
-    """One replica is frozen, so that its sessions move. Once it is back the other one dies, and they return."""
+    """A schedule in which one replica is frozen, so that its sessions move. Once it is back, the other replica dies and
+    the sessions return."""
     random = Random(f"return {seed}")
     ops = tuple(
         tuple(

@@ -1,7 +1,7 @@
 """Long runs: `python -m tests.simulation.run --seeds A..B [--turns N] [--workers N] [--out FILE.json]`.
 
-Prints each seed that fails with a shortest schedule. Exit status 1 if there was one. FILE may have other ranges, which
-stay; a run that was cut off goes on with the first seed that FILE does not have.
+Prints each seed that fails, and a shortest failing schedule. The exit status is 1 if a seed failed. Other ranges in
+FILE stay. An interrupted run continues with the first seed that FILE does not have.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SEEDS_AT_ONCE = 50
 
 
 def play_some(work: tuple[int, int, int]) -> tuple[int, Totals]:
-    """Seeds from the first to before the second, of so many turns. Returns the second, too."""
+    """Plays the seeds from `first` to before `end`, with `turns` turns each. Returns `end` and the totals."""
     first, end, turns = work
     totals = Totals()
     with undisturbed():
@@ -34,7 +34,7 @@ def play_some(work: tuple[int, int, int]) -> tuple[int, Totals]:
 
 
 def play_all(first: int, end: int, turns: int, workers: int) -> Iterator[tuple[int, Totals]]:
-    """Totals of some seeds at a time, in order, each with the seed that comes next."""
+    """Plays the seeds in small groups. Yields for each group, in order, the seed after it and its totals."""
     size = max(1, min(SEEDS_AT_ONCE, 1000 // turns))
     work = [(at, min(at + size, end), turns) for at in range(first, end, size)]
     with multiprocessing.get_context("fork").Pool(workers) as pool:

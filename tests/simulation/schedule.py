@@ -1,4 +1,4 @@
-"""What happens in a run, drawn from its seed: settings, what each client does, and what goes wrong when."""
+"""What happens in a run, drawn from its seed: the settings, what each client does, and which faults occur when."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAULTS = {
     "storm": 3,
     "repeats": 2,
 }
-"""How often each kind is drawn."""
+"""How often each kind of fault is drawn."""
 
 LASTING_S = {
     "freeze replica": 4.0,
@@ -49,10 +49,10 @@ MOVES = {
     "repeats": 1,
     "drain replica": 1,
 }
-"""The same where sessions move: most of them leave the former owner alive."""
+"""The same for runs in which sessions move. Most of these faults leave the former owner alive."""
 
 REDIS_SHARE = 0.3
-"""Of the schedules, with the session log in Redis."""
+"""Share of the schedules that have the session log in Redis."""
 
 REDIS_FAULTS = {
     "log away": 3,
@@ -61,7 +61,7 @@ REDIS_FAULTS = {
     "kill controller": 3,
     "storm": 1,
 }
-"""The same of those beside the others, where the log is in Redis."""
+"""The same for the additional faults in runs with the log in Redis."""
 PLANNED = {
     "retire replica": 4,
     "drain replica": 3,
@@ -71,9 +71,10 @@ PLANNED = {
     "repeats": 1,
     "disk fails": 1,
 }
-"""The same where nobody dies but by plan: clients notice nothing of these."""
+"""The same for runs in which processes end only as planned. Clients notice nothing of these faults."""
 MAY_CUT_STREAMS = frozenset({"freeze controller", "stall engine", "repeats"})
-"""Of PLANNED: turns may last longer than a replica is given to end them, or are told to go on elsewhere."""
+"""Kinds of PLANNED after which a turn may outlast the time that its replica has to end it, or may be told to go on
+elsewhere."""
 
 UNDISTURBED = (
     ("replicas", 2),
@@ -93,8 +94,8 @@ UNDISTURBED = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """`rewind`: the share of the history that is kept (None: all). The client leaves, or aborts, after so long.
-    `beside`: it goes on meanwhile, perhaps with the session's next turn."""
+    """One turn. `rewind`: the share of the history that is kept (None: all). After `leave_s` the client leaves; after
+    `abort_s` it aborts the turn. `beside`: the client goes on meanwhile, perhaps with the session's next turn."""
 
     think_s: float
     new_tokens: int
@@ -109,7 +110,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A child at a share of the history; its client lives on beside this one."""
+    """A fork at a share of the history. The child's client runs beside this one."""
 
     think_s: float
     share: float
@@ -123,7 +124,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Opens the session ahead of its first turn."""
+    """Opens the session before its first turn."""
 
     think_s: float
 
@@ -133,7 +134,7 @@ Op = Turn | Fork | Close | Open
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`steps`: a death comes so many callbacks later, in the midst of something."""
+    """A fault. `steps`: a death comes that many callbacks later, so that it interrupts something."""
 
     at_s: float
     kind: str
@@ -145,7 +146,8 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Everything but the network's and the scheduler's luck, which is drawn from `seed` as the run goes."""
+    """Everything in a run except the random choices of network and scheduler. Those are drawn from `seed` during the
+    run."""
 
     seed: int
     settings: tuple[tuple[str, Any], ...]
@@ -156,7 +158,7 @@ class Schedule:
         return replace(self, **changes)
 
     def lines(self) -> list[str]:
-        """For people to read."""
+        """The schedule as text for people."""
         lines = [f"seed {self.seed}", "settings " + ", ".join(f"{k}={v}" for k, v in self.settings)]
         for number, ops in enumerate(self.clients):
             lines += [f"client {number}: {op}" for op in ops]
@@ -164,7 +166,7 @@ class Schedule:
 
 
 def make_schedule(seed: int, turns: int = 20) -> Schedule:
-    """About so many turns. In a part of the schedules sessions move often, and are often rewound."""
+    """A schedule of about `turns` turns. In part of the schedules sessions move often and are often rewound."""
     random = Random(f"schedule {seed}")
     share = random.random()
     moving, planned = share < 0.4, share >= 0.85

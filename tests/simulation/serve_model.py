@@ -1,5 +1,5 @@
-"""What Ray and Ray Serve are to Kedge, and no more: who runs, the ingresses' handle, a controller's actor that is
-started again. The parties themselves are the product's own classes (parties.py)."""
+"""A model of Ray and Ray Serve as far as Kedge uses them: the running processes, the handle of the ingresses, and a
+controller actor that is restarted. The parties themselves are the product's own classes (parties.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.simulation.network import Network, Party
 
 
 class ServeModel:
-    """Who runs, as Serve has it."""
+    """The running processes, as Serve knows them."""
 
     def __init__(self, network: Network, random: Random) -> None:
         self.network = network
@@ -27,7 +27,7 @@ class ServeModel:
         self._wait_for_controller: list[Callable[[Party], None]] = []
 
     def add_ingress(self, ingress: Party) -> None:
-        """It is ready."""
+        """The ingress is ready."""
         self.ingresses.append(ingress)
 
     def remove_ingress(self, ingress: Party) -> None:
@@ -35,7 +35,7 @@ class ServeModel:
             self.ingresses.remove(ingress)
 
     def add_replica(self, replica: Party) -> None:
-        """It is ready."""
+        """The replica is ready."""
         self.replicas.append(replica)
 
     def remove_replica(self, replica: Party) -> None:
@@ -50,7 +50,7 @@ class ServeModel:
                 act(controller)
 
     def with_controller(self, act: Callable[[Party], None]) -> None:
-        """Now, or once the actor has been started again."""
+        """Calls `act` with the controller: now, or once the actor has been restarted."""
         if self.controller is not None:
             act(self.controller)
         else:
@@ -58,7 +58,7 @@ class ServeModel:
 
 
 class IngressesHandle:
-    """The ingresses' own handle, in one of them."""
+    """The handle of the ingresses that an ingress itself has."""
 
     def __init__(self, serve: ServeModel, caller: Party) -> None:
         self._serve = serve
@@ -83,7 +83,8 @@ class Broadcast:
 
 
 class ControllerHandle:
-    """The handle of the controller's detached actor: Ray may send a call again to the actor that follows a dead one."""
+    """The handle of the controller's detached actor. Ray may send a call again to the actor that replaces a dead
+    one."""
 
     def __init__(self, serve: ServeModel, caller: Party) -> None:
         self._serve = serve
@@ -110,7 +111,7 @@ class ControllerMethod:
 
 
 class ControllerFunctionCall:
-    """Runs a function in the actor's process, which need not know it."""
+    """Runs a function in the actor's process. The actor need not know the function."""
 
     def __init__(self, serve: ServeModel, caller: Party) -> None:
         self._method = ControllerMethod(serve, caller, RUN_FUNCTION)
@@ -120,7 +121,7 @@ class ControllerFunctionCall:
 
 
 class ControllerActor(ClusterController):
-    """With what Ray adds to an actor's class."""
+    """The controller with the method that Ray adds to an actor's class."""
 
     async def run_function(self, pickled: bytes) -> Any:
         return cloudpickle.loads(pickled)(self)
@@ -135,7 +136,7 @@ class ControllerCall(Call):
         self._serve = serve
 
     def find(self) -> None:
-        """Ray waits for an actor that is being started again, or says at once that there is none."""
+        """Sends the call. If the actor is being restarted, Ray waits for it or says at once that there is none."""
         if self._serve.controller is None and self._serve.network.chance(0.5):
             self._caller.loop.call_soon(self.fail, unavailable())
         else:

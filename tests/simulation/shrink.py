@@ -1,4 +1,4 @@
-"""From a schedule that fails to a shortest one: operations and faults are left out while it still fails."""
+"""Shrinks a failing schedule: leaves out operations and faults as long as it still fails."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.simulation.simulation import Outcome, run
 
 T = TypeVar("T")
 LUCKS = 3
-"""A shorter schedule has other luck: so many seeds of its own are tried before it counts as one that holds."""
+"""A shorter schedule has other random choices. This many seeds are tried before it counts as one that does not fail."""
 
 
 def shrink(schedule: Schedule, play: Callable[[Schedule], Outcome] = run, most_runs: int = 400) -> Schedule:
-    """The shortest found within `most_runs`; it fails, if `schedule` did."""
+    """The shortest schedule found within `most_runs` runs. It fails if `schedule` does."""
     runs = 0
     progress = True
     while progress and runs < most_runs:
@@ -33,7 +33,7 @@ def shrink(schedule: Schedule, play: Callable[[Schedule], Outcome] = run, most_r
 
 
 def _shorter(schedule: Schedule) -> Iterator[Schedule]:
-    """The larger cuts first."""
+    """Shorter schedules, larger cuts first."""
     for clients in _cuts(schedule.clients):
         yield replace(schedule, clients=clients)
     for faults in _cuts(schedule.faults):
@@ -49,7 +49,7 @@ def _shorter(schedule: Schedule) -> Iterator[Schedule]:
 
 
 def _cuts(items: tuple[T, ...]) -> Iterator[tuple[T, ...]]:
-    """Without a half, a quarter ... a single one."""
+    """The items without a half of them, without a quarter, ... without a single one."""
     size = (len(items) + 1) // 2
     while size:
         for start in range(0, len(items), size):

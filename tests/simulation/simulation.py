@@ -1,4 +1,5 @@
-"""One run: a cluster, its clients and what goes wrong, from the schedule; gives what was wrong with the product."""
+"""One run of a schedule: a cluster, its clients and the faults. The result is a list of what was wrong with the
+product."""
 
 from __future__ import annotations
 
@@ -33,15 +34,16 @@ START_S = 60.0
 PLAY_S = 3600.0
 CLOSE_S = 600.0
 SETTLE_S = 90.0
-"""Longest bounds of the product added up: an engine that does not confirm an abort, feeds, deadlines of calls."""
+"""The sum of the product's longest time limits: an engine that does not confirm an abort, feeds, deadlines of calls."""
 CLOSES_S = 300.0
-"""A close whose turn was lost is carried out after its timeout, by a clock that may have been set back by a minute."""
+"""A close whose turn was lost happens after its timeout, on a clock that may have been set back by a minute."""
 PAGE_SIZE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`turns` were told as done. `steps` are callbacks, `virtual_s` the time that went by in the run."""
+    """The result of a run. `turns` counts the turns that clients were told are done, `steps` the callbacks. `virtual_s`
+    is the virtual time of the run."""
 
     violations: tuple[str, ...]
     turns: int
@@ -54,7 +56,7 @@ def run(schedule: Schedule) -> Outcome:
     """Plays a schedule. The same schedule gives the same outcome."""
     simulation = Simulation(schedule)
     collects = gc.isenabled()
-    gc.disable()  # finalizers would run at times that the seed does not know
+    gc.disable()  # finalizers would run at times that the seed does not determine
     try:
         return simulation.play()
     finally:
@@ -143,7 +145,7 @@ class Simulation:
                     self.truth.wrong(what)
 
     def _calm(self) -> bool:
-        """False if something does not come to rest."""
+        """Checks the cluster once it has come to rest. Returns False if it does not come to rest."""
         cluster, world = self.cluster, self.world
         replicas = cluster.serve.replicas
         if not self._drained_are_replaced(but=replicas[0] if len(replicas) == 1 else None):
@@ -159,7 +161,7 @@ class Simulation:
         return True
 
     def _drained_are_replaced(self, *, but: Party | None) -> bool:
-        """Waits for it. `but` has sessions that nobody else can take."""
+        """Waits until the drained replicas are replaced. `but` has sessions that no other replica can take."""
 
         def staying() -> list[str]:
             return [each.name for each in self.operator.drained if not each.dead and each is not but]
@@ -173,7 +175,7 @@ class Simulation:
         return not self.clients.busy and not self.faults.under_way and self.cluster.ready()
 
     def _check_log(self) -> None:
-        """What the log gives back is what it took."""
+        """Checks that the log returns what it took."""
         for session_id, life in self.store.living.items():
             tokens, turns = self._log.contents(session_id)
             if tokens != life.history() or turns != len(life.turns):
@@ -206,12 +208,12 @@ def _args(settings: tuple[tuple[str, object], ...]) -> AppArgs:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Around many runs. The product's warnings are expected by the thousand, and the dead leave coroutines and
-    generators that nobody awaits or closes."""
+    """A context for many runs. It silences the product's warnings, of which there are thousands. It also silences
+    warnings about coroutines and generators of dead parties, which nobody awaits or closes."""
     unraisable, level = sys.unraisablehook, logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     sys.unraisablehook = lambda _: None
-    gc.freeze()  # the modules are not looked through with each run's garbage
+    gc.freeze()  # keeps the modules out of each run's garbage collection
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings(

@@ -1,4 +1,4 @@
-"""A connection that breaks, and nothing else: no session moves, no turn is repeated, and nothing is computed again."""
+"""Broken connections as the only fault: no session moves, no turn is repeated, and nothing is computed again."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _undisturbed() -> Iterator[None]:
 
 
 def schedule_of(seed: int) -> Schedule:
-    """Four sessions with room for all of their KV; one of the connections between their ingresses and their replicas
-    breaks about every 0.1 s."""
+    """Four sessions with room for all of their KV. About every 0.1 s one of the connections between their ingresses and
+    replicas breaks."""
     random = Random(f"broken connections {seed}")
     clients = tuple(
         tuple(Turn(random.expovariate(10.0), random.randint(1, 6), 8) for _ in range(8)) for _ in range(4)
@@ -36,7 +36,7 @@ def schedule_of(seed: int) -> Schedule:
 
 
 def counted(simulation: Simulation, names: tuple[str, ...]) -> float:
-    """Of all ingresses."""
+    """Sum of the named counters over all ingresses."""
     pages = [party.actor._metrics.render() for party in simulation.cluster.ingresses]
     families = [family for page in pages for family in text_string_to_metric_families(page)]
     return sum(sample.value for family in families for sample in family.samples if sample.name in names)
@@ -53,7 +53,7 @@ def test_no_session_moves_and_nothing_is_computed_again(seed: int) -> None:
     finally:
         simulation.end()
     assert outcome.violations == ()
-    assert outcome.turns == 4 * 8 + 4  # each session takes one more at the end
+    assert outcome.turns == 4 * 8 + 4  # each session takes one more turn at the end
     assert broken >= 3
     assert moved == 0
     # A turn computes its own tokens, and the last token of its history, which has no KV yet.

@@ -1,4 +1,4 @@
-"""Operators' drains, and nothing else: clients notice nothing, and no turn goes on elsewhere in mid-stream."""
+"""Operators' drains as the only change: clients notice nothing, and no turn goes on elsewhere in mid-stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def schedule_of(seed: int, *, clients: int = 4, turns: int = 10, think_s: float = 0.1) -> Schedule:
-    """Clients without sessions, while a replica is drained, and for long after."""
+    """Clients without sessions, during a drain of a replica and long after it."""
     random = Random(f"drains {seed}")
     ops = tuple(
         tuple(
@@ -33,8 +33,8 @@ def schedule_of(seed: int, *, clients: int = 4, turns: int = 10, think_s: float 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_drained_replica_takes_no_turn_that_it_could_not_end(seed: int) -> None:
-    """Serve goes on listing it until its health checks have failed. Turns without a session were begun there, and
-    ingresses, which leave a replica that has said farewell, began them again."""
+    """Serve lists a drained replica until its health checks have failed. Earlier, turns without a session were begun
+    there. Ingresses leave a replica that has said farewell, so they began these turns again elsewhere."""
     outcome = run(schedule_of(seed))
     assert outcome.violations == ()
     assert outcome.turns == 4 * 10
@@ -42,20 +42,20 @@ def test_a_drained_replica_takes_no_turn_that_it_could_not_end(seed: int) -> Non
 
 @pytest.mark.parametrize("seed", [13442, 312477])
 def test_the_last_answer_of_a_drained_replica_is_heard(seed: int) -> None:
-    """Word that the replica had gone overtook it, and its turn went on elsewhere. Or the turn was so short that nobody
-    saw it between two looks at what was under way."""
+    """Earlier, word that the replica had gone overtook its last answer, and the turn went on elsewhere. Or the turn was
+    so short that it began and ended between two checks for turns in progress."""
     assert run(make_schedule(seed, 10)).violations == ()
 
 
 @pytest.mark.parametrize("seed", [320112])
 def test_turns_that_are_refused_keep_no_drained_replica(seed: int) -> None:
-    """They counted as answers whose arrival it waited for."""
+    """Earlier, refused turns counted as answers for whose arrival the replica waited."""
     assert run(make_schedule(seed, 10)).violations == ()
 
 
 @pytest.mark.parametrize("seed", [2])
 def test_a_drain_ends_though_turns_come_on_and_on(seed: int) -> None:
-    """It waited for a moment without a turn, and took the next one."""
+    """Earlier, the replica waited for a moment without a turn, and took the next turn each time."""
     simulation = Simulation(schedule_of(seed, clients=12, turns=50, think_s=0.001))
     replaced_s: list[float] = []
 

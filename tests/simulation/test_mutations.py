@@ -1,4 +1,4 @@
-"""Mutations fit the product: one that breaks by itself would be found, and would prove nothing."""
+"""Mutations fit the product. A mutation that fails by itself would be found, and would prove nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_what_stands_in_takes_the_same_arguments(name: str) -> None:
 
 
 def bind_as(stand_in: Callable[..., Any], replaced: Callable[..., Any]) -> None:
-    """Raises TypeError if it cannot be called with all that the replaced function takes."""
+    """Raises TypeError if the stand-in cannot be called with all arguments of the replaced function."""
     parameters = inspect.signature(replaced).parameters.values()
     in_order = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     by_name = {each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY}

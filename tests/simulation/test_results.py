@@ -1,4 +1,4 @@
-"""One file holds several ranges of seeds; a run that was cut off goes on as if it had not been."""
+"""One file holds several ranges of seeds. An interrupted run continues as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def played(path: Path, *ranges: str, turns: int = 2) -> list[dict[str, Any]]:
     without_time: list[dict[str, Any]] = json.loads(path.read_text())
     for each in without_time:
         del each["wall_s"]
-        del each["virtual_hours"]  # of parts it is rounded in between
+        del each["virtual_hours"]  # is rounded for each part
     return without_time
 
 

@@ -1,4 +1,4 @@
-"""The whole cluster under faults, on virtual time: fixed seeds, and fresh ones whose numbers are printed."""
+"""The whole cluster under faults, in virtual time: fixed seeds, and fresh seeds, which are printed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def play(seeds: list[int]) -> None:
-    """Fails with a shortest schedule of the first seed that fails."""
+    """Plays the seeds. Fails with a shortest schedule of the first seed that fails."""
     for seed in seeds:
         schedule = make_schedule(seed)
         if run(schedule).violations:
@@ -39,7 +39,7 @@ def test_fixed_seeds(first: int) -> None:
 
 
 def test_fresh_seeds() -> None:
-    """Others in every run. A failure is found again by its number: `python -m tests.simulation.run --seeds N..N+1`."""
+    """Other seeds in every run. To repeat a failure: `python -m tests.simulation.run --seeds N..N+1`."""
     seeds = [random.SystemRandom().randrange(10**9) for _ in range(FRESH)]
     print(f"seeds {seeds}")  # noqa: T201
     play(seeds)
@@ -53,7 +53,7 @@ def test_the_same_seed_gives_the_same_run(seed: int) -> None:
 
 
 def test_turns_are_done_in_most_runs() -> None:
-    """Or the checks would see nothing."""
+    """Otherwise the checks would see nothing."""
     schedules = [make_schedule(seed) for seed in range(20)]
     asked = sum(isinstance(op, Turn) for schedule in schedules for ops in schedule.clients for op in ops)
     assert sum(run(schedule).turns for schedule in schedules) > asked * 0.7
@@ -67,6 +67,6 @@ def test_every_kind_of_fault_is_drawn() -> None:
 
 @pytest.mark.parametrize("name", SOON_FOUND)
 def test_faults_that_are_put_back_are_found(name: str) -> None:
-    """A few of the mutations; `python -m tests.simulation.find_mutations` tries all of them."""
+    """Two of the mutations. `python -m tests.simulation.find_mutations` tries all of them."""
     with mutated(name):
         assert any(run(make_schedule(seed)).violations for seed in range(40))

@@ -1,4 +1,4 @@
-"""What must hold of every answer: the oracle is the null runner's own rule, applied to the history that the log has."""
+"""What must hold for every answer. The reference is the null runner's own rule, applied to the history in the log."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from tests.simulation.records import Committed, Life, LogListener
 from tests.unit.engine.null_runner import null_generate
 
 LEAVING_HEARD_S = 0.05
-"""By then the ingress knows that a client has left. Until then a turn may open its session anew, if it was closed."""
+"""Within this time the ingress knows that a client has left. Until then a turn may open its closed session anew."""
 
 
 @dataclass(slots=True)
 class Asked:
-    """A turn that a client wants, however often it asks for it, last at `tried_s`. Its first token is in no other turn.
-    `lives` are those of its session in which it was committed, at `committed_s`. `keyed`: its client names a key."""
+    """A turn that a client wants. The client may ask for it several times, last at `tried_s`. Its first token is in no
+    other turn. `lives` are those of its session in which it was committed, at `committed_s`. `keyed`: its client names
+    a key."""
 
     number: int
     session_id: str | None
@@ -38,14 +39,15 @@ class Asked:
 
 @dataclass(slots=True)
 class AskedToClose:
-    """`answered_s` is None while there is no answer: the close may come at any time."""
+    """A close that was asked for. `answered_s` is None while there is no answer; the close may then happen at any
+    time."""
 
     session_id: str
     answered_s: float | None = None
 
 
 class Truth(LogListener):
-    """Keeps every turn and every close that was asked for, and what is wrong. `clock` returns virtual seconds."""
+    """Keeps every turn and close that was asked for, and every violation. `clock` returns virtual seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.violations: list[str] = []
@@ -81,7 +83,8 @@ class Truth(LogListener):
         close.answered_s = self._clock()
 
     def closed_beside(self, asked: Asked) -> bool:
-        """Whether the session was asked to close while its client asked for the turn: it may end without it."""
+        """Whether the session was asked to close while the client asked for the turn. Then the turn may be lost with
+        it."""
         return any(
             each.session_id == asked.session_id
             and (each.answered_s is None or each.answered_s >= asked.asked_s)
@@ -89,15 +92,15 @@ class Truth(LogListener):
         )
 
     def try_now(self, asked: Asked) -> None:
-        """Its client asks for it, for the first time or again."""
+        """The client asks for the turn, for the first time or again."""
         asked.tried_s = self._clock()
 
     def give_up(self, asked: Asked) -> None:
-        """Its client asks for it no more."""
+        """The client stops asking for the turn."""
         asked.given_up_s = self._clock()
 
     def closed(self, life: Life) -> None:
-        """No session is idle for so long here that it would end by itself."""
+        """Somebody must have asked for the close. No session here is idle long enough to expire."""
         self._closed.setdefault(life.session_id, []).append(life)
         asked = (
             each.session_id == life.session_id
@@ -108,7 +111,7 @@ class Truth(LogListener):
             self.wrong(f"{life.session_id} was closed, and nobody asked for it")
 
     def committed(self, life: Life, turn: Committed) -> None:
-        """The log has taken a turn."""
+        """The log has taken a turn. Checks it."""
         asked = self._asked.get(turn.input[0]) if turn.input else None
         name = f"turn {turn.turn_index} of {life.session_id}"
         if asked is None or asked.session_id != life.session_id or asked.tokens != turn.input:
@@ -130,10 +133,11 @@ class Truth(LogListener):
             self.wrong(f"{name}: committed {turn.output}, which does not follow from its history")
 
     def _asks_anew(self, asked: Asked, life: Life, turn: Committed, committed_s: float) -> bool:
-        """Whether its client has asked again since the turn was committed, and the key of that is forgotten: it is
-        known as long as its session, and those of its last turns with a client's key, and without. Where the session
-        was closed before anybody heard of the turn, its front end may ask as well: then it is as if the turn had come
-        after the close."""
+        """Whether a second commit of the turn is right: the client has asked again since the first commit, and the
+        turn's key is forgotten. A key is known as long as its session, and as long as it belongs to one of the
+        session's last turns; turns with and without a client's key are counted apart. If the session was closed before
+        anybody heard of the turn, its front end may ask again too. Then it is as if the turn had come after the
+        close."""
         later = [each for each in life.turns[turn.turn_index + 1 :] if each.input != asked.tokens]
         alike = [each for each in later if self._asked[each.input[0]].keyed == asked.keyed]
         forgotten = life.closed_s is not None or len(alike) >= KEPT_ANSWERS
@@ -141,11 +145,11 @@ class Truth(LogListener):
         return forgotten and (unheard or committed_s < asked.tried_s)
 
     def right(self, asked: Asked, life: Life | None, turn_index: int | None) -> tuple[int, ...] | None:
-        """The turn's whole output, if it is that turn of the session's life; None if that is not known."""
+        """The whole output of the turn, if it is turn `turn_index` of that life. None if that is not known."""
         if asked.session_id is None:
             return expected(asked.tokens, asked.most)
         if life is None or turn_index is None or turn_index > len(life.turns):
-            return None  # closed meanwhile: which life it was is not known
+            return None  # closed meanwhile: nobody knows which life it was
         return self._answer(asked, life, turn_index)
 
     def _answer(self, asked: Asked, life: Life, turn_index: int | None) -> tuple[int, ...]:
@@ -161,10 +165,10 @@ class Truth(LogListener):
         *,
         done: bool,
     ) -> None:
-        """A client has read these tokens of a turn, whether or not it came to its end.
+        """A client has read these tokens of a turn, whether or not the turn came to its end.
 
-        An owner may not have heard yet that its session was closed, and one of that name opened. What it tells is the
-        beginning of that session's answer, and never comes to an end: the log refuses it.
+        An owner may not have heard yet that its session was closed and another of that name was opened. It may give the
+        beginning of an answer of the closed session. That answer never ends, because the log refuses it.
         """
         right = self.right(asked, life, turn_index)
         if right is None or output == right[: len(output)]:
@@ -176,7 +180,8 @@ class Truth(LogListener):
     def finished(
         self, asked: Asked, output: tuple[int, ...], turn_index: int | None, open_key: str | None
     ) -> None:
-        """A client was told that the turn is done, with these tokens in all, in the session of that opening."""
+        """A client was told that the turn is done. `output` has all its tokens; `open_key` names the opening of its
+        session."""
         asked.done = True
         self.turns += 1
         if asked.session_id is None:
@@ -192,7 +197,7 @@ class Truth(LogListener):
         elif open_key not in (
             None,
             asked.lives[-1].open_key,
-        ):  # a replay does not say, and is its own session's
+        ):  # a replay names no opening, and is of its own session
             self.wrong(
                 f"number {asked.number}: told of session {open_key}, committed in {asked.lives[-1].open_key}"
             )

@@ -1,4 +1,4 @@
-"""What the parties think of each other once all is calm, beside what is so."""
+"""What the parties know about each other once the cluster is calm, compared with the facts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOOK_S = 0.2
 
 
 class DetectorWatch:
-    """Looks on and on whether the controller takes replicas for what they are."""
+    """Checks repeatedly whether the controller has the right view of each replica."""
 
     def __init__(self, cluster: Cluster, expectations: Expectations, truth: Truth) -> None:
         self._cluster = cluster
@@ -25,7 +25,7 @@ class DetectorWatch:
         self._reported: set[str] = set()
 
     def look(self) -> None:
-        """Now, and from then on."""
+        """Checks now, and from then on every LOOK_S."""
         controller = self._cluster.serve.controller
         if controller is not None:
             directory = controller.actor._cluster._replicas
@@ -48,7 +48,7 @@ class DetectorWatch:
 
 
 def wrong_views(cluster: Cluster) -> list[str]:
-    """Nothing is wrong with anybody, and nobody is about to go, but for one that no other can follow."""
+    """Wrong views while no fault is active and no replica is about to go, except one that no other can replace."""
     controller = cluster.serve.controller
     if controller is None:
         return ["no controller"]
@@ -66,8 +66,8 @@ def wrong_views(cluster: Cluster) -> list[str]:
 
 
 def _of_reports(known: Ledger, replicas: list[Party]) -> Iterator[str]:
-    """What the ledger has heard of the sessions that replicas hold. They report changes only. What one that is gone has
-    said of its own stays until they move."""
+    """Compares what the ledger has heard of the sessions that replicas hold with what they hold. Replicas report only
+    changes. What a replica that is gone reported stays until its sessions move."""
     live = {party.name for party in replicas}
     held = {
         (party.name, status.session_id): (status.epoch, status.in_turn)
@@ -84,12 +84,12 @@ def _of_reports(known: Ledger, replicas: list[Party]) -> Iterator[str]:
 
 
 def takeovers(cluster: Cluster) -> int:
-    """Turns that went on at another replica in mid-stream, as the ingresses that live have counted them."""
+    """The number of turns that went on at another replica in mid-stream, as counted by the ingresses that live."""
     return sum(int(party.actor._metrics._takeovers._value.get()) for party in cluster.live_ingresses)
 
 
 def _of_ingress(party: Party, epochs: dict[str, tuple[int, str]]) -> Iterator[str]:
-    """An ingress may remember an owner that the session had: never one that it never had."""
+    """An ingress may remember a former owner of a session, but never one that the session never had."""
     ingress: Ingress = party.actor
     for session_id, owner in ingress._dispatcher._owners._owners.items():
         epoch, replica_id = epochs.get(session_id, (owner.epoch, owner.replica_id))

@@ -1,4 +1,4 @@
-"""What clients see of an ingress: the service that the HTTP protocols speak to, with errors as data."""
+"""What clients see of an ingress: the service that the HTTP protocols use, with errors as data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from serving.wire.turns import ErrorInfo, ForkedSession, ServiceError, TurnCall,
 
 
 class Web:
-    """Of one ingress. A client that leaves cancels what runs here."""
+    """The service of one ingress. A client that leaves cancels what runs here."""
 
     def __init__(self, service: TurnService) -> None:
         self._service = service

@@ -1,4 +1,4 @@
-"""What the Grafana boards show: rows of panels, a query each line. `write_boards.py` makes the files of it."""
+"""The content of the Grafana dashboards: rows of panels with their queries. `write_boards.py` writes the files."""
 
 from __future__ import annotations
 

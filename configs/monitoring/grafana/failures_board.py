@@ -1,4 +1,4 @@
-"""The board of failures: turns and requests that fail, replicas and the controller, the session log."""
+"""The dashboard of failures: failed turns and requests, replicas and the controller, the session log."""
 
 from __future__ import annotations
 

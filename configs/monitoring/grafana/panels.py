@@ -1,4 +1,4 @@
-"""What Grafana's boards are made of: queries, panels, rows; and the queries that most panels ask.
+"""The parts of Grafana dashboards (queries, panels, rows), and the queries that most panels use.
 
 In queries `@c` stands for the labels of the chosen clusters and models, `@r` for those and the chosen replicas.
 """
@@ -12,7 +12,7 @@ SECONDS, BYTES, SHARE, PLAIN = "s", "bytes", "percentunit", "short"
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """`rarely`: why it may have no data where all is well; empty: it has some wherever there is load."""
+    """A query. `rarely` says why it may have no data in a healthy cluster. If it is empty, any load gives data."""
 
     expr: str
     legend: str
@@ -21,7 +21,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """`kind` is one of Grafana's panels. `width` is of 24."""
+    """A panel. `kind` is one of Grafana's panel types. `width` is in columns of 24."""
 
     title: str
     text: str

@@ -1,4 +1,4 @@
-"""Writes dashboards/*.json, as Grafana reads them, of what boards.py says.
+"""Writes dashboards/*.json for Grafana from the description in boards.py.
 
 python configs/monitoring/grafana/write_boards.py
 """
@@ -26,7 +26,7 @@ VARIABLES = (
 
 
 def expression(query: Query) -> str:
-    """As it stands in the board, with Grafana's variables."""
+    """The query as the dashboard has it, with Grafana's variables."""
     return query.expr.replace("@r", REPLICA).replace("@c", CLUSTER)
 
 

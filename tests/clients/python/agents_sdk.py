@@ -1,4 +1,4 @@
-"""OpenAI's Agents SDK: its Runner with a function tool, over `responses` or over `chat` completions."""
+"""OpenAI's Agents SDK: its Runner with a function tool, over Responses or chat completions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODELS = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}
 
 
 async def main(url: str, mode: str) -> None:
-    set_tracing_disabled(True)  # traces go to OpenAI
+    set_tracing_disabled(True)  # traces would go to OpenAI
     seen = Seen()
 
     @function_tool

@@ -1,4 +1,4 @@
-"""The anthropic client: its tool runner, whole and, with the argument `stream`, streamed."""
+"""The anthropic client with its tool runner. The argument `stream` makes it stream; `whole` does not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main(url: str, mode: str) -> None:
             messages=messages,
             tools=[find_berth],
             stream=mode == "stream",
-            thread=False,  # or each run begins with a request that Kedge refuses
+            thread=False,  # otherwise each run begins with a request that Kedge refuses
         )
         for turn in runner:
             message = turn.get_final_message() if mode == "stream" else turn

@@ -1,4 +1,4 @@
-"""LangChain: an agent of its own, over ChatOpenAI with `chat` completions or `responses`."""
+"""A LangChain agent over ChatOpenAI. The argument chooses `chat` completions or `responses`."""
 
 from __future__ import annotations
 

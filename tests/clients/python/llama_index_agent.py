@@ -1,4 +1,4 @@
-"""LlamaIndex: its FunctionAgent over OpenAILike, which streams; with the argument `whole` it does not."""
+"""LlamaIndex's FunctionAgent over OpenAILike. The argument `stream` makes it stream; `whole` does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The openai client: chat completions, whole and, with the argument `stream`, streamed."""
+"""The openai client with chat completions. The argument `stream` makes it stream; `whole` does not."""
 
 from __future__ import annotations
 

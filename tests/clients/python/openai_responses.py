@@ -1,4 +1,5 @@
-"""The openai client: Responses, the last of which `named` requests name, or with the `whole` input each time."""
+"""The openai client with Responses. With the argument `named` a request names the last response; with `whole` it sends
+the whole input each time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each program here has a model do: look a ship up with a tool, say where it is, and answer a further question."""
+"""The task of every program here: find a ship with a tool, say where it is, and answer a second question."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INSTRUCTIONS = "You answer for the harbour office.\n" + "\n".join(
     f"Rule {number}: a ship of the line {number} is told its berth before noon, and no other."
     for number in range(RULES)
 )
-"""Long, as agents' instructions are."""
+"""Long, because agents' instructions are long."""
 QUESTIONS = ("Where is the Anna?", "Which ship was it?")
 BERTH = "Berth 7."
 TOOL = "find_berth"
@@ -28,15 +28,15 @@ PARAMETERS = {
 
 @dataclass
 class Seen:
-    """What a program saw of its task."""
+    """What a program saw while it did its task."""
 
     answers: list[str] = field(default_factory=list)
     asked_for: list[str] = field(default_factory=list)
     cached_tokens: list[int] = field(default_factory=list)
-    """Of each request, as the client's own objects have it."""
+    """The cached tokens of each request, as the client's own objects report them."""
 
     def find_berth(self, ship: str) -> str:
-        """What the tool does."""
+        """The tool itself."""
         self.asked_for.append(ship)
         return BERTH
 
