@@ -58,8 +58,13 @@ class LocalRanks:
 
 def _run(ticket: Ticket, settings: EngineSettings, make_runner: RunnerMaker) -> None:
     """Runs in the child, before anything has looked for GPUs."""
-    seen = os.environ.get(VISIBLE)
-    gpus = seen.split(",") if seen else [str(index) for index in range(ticket.size)]
-    if ticket.rank < len(gpus):
-        os.environ[VISIBLE] = gpus[ticket.rank]
+    if (gpu := gpu_of_rank(ticket.rank, ticket.size, os.environ.get(VISIBLE))) is not None:
+        os.environ[VISIBLE] = gpu
     run_rank(ticket, settings, make_runner)
+
+
+def gpu_of_rank(rank: int, size: int, visible: str | None) -> str | None:
+    """What a rank's CUDA_VISIBLE_DEVICES becomes where the parent's is `visible`; None: it stays. An empty one hides all
+    GPUs, from every rank."""
+    gpus = [str(index) for index in range(size)] if visible is None else visible.split(",")
+    return gpus[rank] if rank < len(gpus) and gpus[rank] else None
