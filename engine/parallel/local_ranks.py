@@ -64,7 +64,7 @@ def _run(ticket: Ticket, settings: EngineSettings, make_runner: RunnerMaker) -> 
 
 
 def gpu_of_rank(rank: int, size: int, visible: str | None) -> str | None:
-    """What a rank's CUDA_VISIBLE_DEVICES becomes where the parent's is `visible`; None: it stays. An empty one hides all
-    GPUs, from every rank."""
+    """Returns a rank's CUDA_VISIBLE_DEVICES, given its parent's (None: unset); None if the rank keeps its parent's. An
+    empty value hides all GPUs from every rank."""
     gpus = [str(index) for index in range(size)] if visible is None else visible.split(",")
     return gpus[rank] if rank < len(gpus) and gpus[rank] else None
