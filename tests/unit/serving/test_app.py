@@ -1,4 +1,4 @@
-"""What the application tells Ray Serve, and Serve every process that runs."""
+"""What the application tells Ray Serve, and what it sets for every process that Serve runs."""
 
 from __future__ import annotations
 
