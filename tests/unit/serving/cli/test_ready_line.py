@@ -123,7 +123,7 @@ def test_without_an_operators_key_it_tells_what_was_asked_for(tmp_path: Path, po
 
 def test_a_serve_run_that_ends_leaves_nobody_waiting(tmp_path: Path, port: int) -> None:
     with serving(tmp_path, port, answers=False) as process:
-        output, _ = process.communicate(timeout=WAIT_S)  # reads until every process that could write there has ended
+        output, _ = process.communicate(timeout=WAIT_S)  # until nobody can write there any more
     assert (process.returncode, output) == (7, "")
 
 

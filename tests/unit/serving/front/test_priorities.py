@@ -145,7 +145,7 @@ async def test_urgent_turns_take_nothing_from_the_turn_that_runs(tmp_path: Path)
                 return counts
 
             num_rounds = 0
-            async with asyncio.timeout(WAIT_S):  # repeats until the turns are so close together that one is retracted
+            async with asyncio.timeout(WAIT_S):  # until turns are so close that one is retracted
                 while not rig.engine.stats().retractions:
                     talks = (talk(num_rounds, index) for index in range(8))
                     assert await asyncio.gather(*talks) == [[20, 20, 20]] * 8

@@ -262,7 +262,7 @@ async def test_what_nobody_reads_ends_and_leaves_no_turn(
         slow.setblocking(False)
         async with opened(url, sock=slow, compression=None) as socket:
             socket.wire.transport.pause_reading()
-            await socket.create("one", user="u" * 5_000_000, store=False)  # the first event repeats this already
+            await socket.create("one", user="u" * 5_000_000, store=False)  # the first event repeats it
             while not service.ended:
                 await asyncio.sleep(0.01)
             await service.rig.settled()

@@ -65,9 +65,7 @@ async def test_kv_that_the_engine_drops_is_reported(rig: Rig) -> None:
     """The session itself has not changed."""
     epoch = rig.open_session("s")
     await rig.run(call([1, 2, 3], "s"), epoch)
-    async with asyncio.timeout(
-        WAIT_S
-    ):  # a heartbeat does not wait for a slow engine
+    async with asyncio.timeout(WAIT_S):  # a heartbeat does not wait for a slow engine
         while not entry(rig, "s").size_bytes:
             await rig.host.heartbeat()
         await asyncio.wrap_future(rig.engine.close_session("s"))

@@ -98,7 +98,7 @@ FOUND: list[tuple[FormatName, str, list[Piece]]] = [
     (
         "deepseek_v32",
         DSML.replace('"true">Bern', '"true">3 </｜DSML｜ "<b>"').replace('"false">3', '"true">3'),
-        [call(0, "look", '{"city": "3 </｜DSML｜ \\"<b>\\"", "days": "3"}')],  # its attribute says that it is a string
+        [call(0, "look", '{"city": "3 </｜DSML｜ \\"<b>\\"", "days": "3"}')],  # marked as a string
     ),
     (
         "deepseek_v32",
