@@ -18,7 +18,8 @@ def plant(cache: SessionAwareCache, kind: FaultKind, session_id: str, pool: Pool
     leak: the session loses its last page, and nobody gets that page. double free: the last page is free while the
     session still has it. double count: the session's pages belong to a turn as well as to the slot. Every counter still
     balances then, so only the walk of a strict check sees it. The session cannot be used afterwards. Raises ValueError
-    if the session holds no private page."""
+    if the session holds no private page.
+    """
     kv = _idle_kv(cache, session_id, pool)
     if pool == "window":
         assert kv.window is not None

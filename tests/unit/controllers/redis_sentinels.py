@@ -39,7 +39,8 @@ class WatchedRedis:
     """A master, its replicas and a Sentinel that needs no other's consent. They run as soon as this is made. `servers`
     is by port, the master first.
 
-    Skips the test where Redis is not installed."""
+    Skips the test where Redis is not installed.
+    """
 
     def __init__(self, replicas: int) -> None:
         if SERVER is None or SENTINEL is None:

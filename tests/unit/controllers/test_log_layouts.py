@@ -1,6 +1,7 @@
 """Logs of the version before are read and continued. Logs of newer versions are refused by name.
 
-`recorded/` holds such logs unchanged. Each has the session `s` of SESSION with two turns, and a closed session."""
+`recorded/` holds such logs unchanged. Each has the session `s` of SESSION with two turns, and a closed session.
+"""
 
 from __future__ import annotations
 

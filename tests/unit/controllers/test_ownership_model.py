@@ -2,7 +2,8 @@
 
 Replicas crash or are wrongly reported lost, sessions leave a crowded replica, front ends remember former owners, the
 controller restarts or pauses, routers drop replicas, and replies get lost. In all cases, a committed turn has seen the
-whole history that was committed before it."""
+whole history that was committed before it.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ class OwnershipMachine(RuleBasedStateMachine):
     def begin(self, session_id: str, remembers: bool, keep: float | None) -> None:
         """A front end sends a turn to the owner that it remembers, which may no longer be the owner.
 
-        Session ids are used again. Remains of a closed session must not get into the next session of that name."""
+        Session ids are used again. Remains of a closed session must not get into the next session of that name.
+        """
         try:
             if not remembers or session_id not in self.remembered:
                 self.remembered[session_id] = self.cluster.resolve(session_id, True, "")

@@ -2,7 +2,8 @@
 
 The next token is a hash of the sequence as read back through the page table. A page that is lost, shared by mistake or
 overwritten therefore changes tokens, so tests of the scheduler and the books notice it. Sliding-window pages, a draft
-model and copies to host memory and disk follow the same rule: they must hold the sequence's own tokens."""
+model and copies to host memory and disk follow the same rule: they must hold the sequence's own tokens.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class NullRunner:
     books: it makes the next token of a greedy decode from the hash that it kept at the token before, at a cost that
     does not grow with the sequence. `draft_accuracy` is the share of the draft model's guesses that are right. Copies
     end at once, or with `copies_wait` when `end_copies` is called. Disk copies have a queue of their own, which
-    `end_disk_copies` ends."""
+    `end_disk_copies` ends.
+    """
 
     def __init__(
         self,

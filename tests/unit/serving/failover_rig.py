@@ -49,7 +49,8 @@ class Replicas:
 
     `losses` says when a replica is lost; `dead` are the lost ones. A lost replica's turn is cut off, as if its process
     had died. With `seems_lost` the turn goes on, but nobody hears of it: `unheard` are such turns. `calls` are the
-    calls that have begun. Until `delivered` is set they are on their way."""
+    calls that have begun. Until `delivered` is set they are on their way.
+    """
 
     def __init__(self, rigs: dict[str, Rig]) -> None:
         self.rigs = rigs

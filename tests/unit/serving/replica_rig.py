@@ -74,7 +74,8 @@ class LocalController:
     """Stands in for ControllerCalls: the same methods on a Cluster in this process.
 
     Each of `failures` is raised once in place of the call. Each of `lost_replies` is raised once after the call was
-    carried out. While the `gate` is closed nothing is answered. `log` is the cluster's log."""
+    carried out. While the `gate` is closed nothing is answered. `log` is the cluster's log.
+    """
 
     def __init__(self, cluster: Cluster, log: SwitchableLog) -> None:
         self.cluster = cluster

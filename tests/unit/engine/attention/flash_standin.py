@@ -4,7 +4,8 @@ It computes in float64. Like the kernels, it multiplies whole blocks of keys and
 NaN anywhere in a block shows. It looks up pages as far as its last block reaches. With one query an item it takes row b
 for item b.
 
-Legend: N rows, H query heads, K key/value heads, D head size, B items, T keys in whole blocks, P pages of p tokens."""
+Legend: N rows, H query heads, K key/value heads, D head size, B items, T keys in whole blocks, P pages of p tokens.
+"""
 
 from __future__ import annotations
 

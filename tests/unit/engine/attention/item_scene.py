@@ -23,7 +23,8 @@ LONGEST = 70
 class Scene:
     """Random sequences, each cut into history and new tokens, with tables into poisoned pools.
 
-    A window page is gone from the tables if all of its tokens lie before every window."""
+    A window page is gone from the tables if all of its tokens lie before every window.
+    """
 
     def __init__(self, seed: int, page_size: int, contiguous: bool, most_queries: int) -> None:
         self.random = np.random.default_rng(seed)

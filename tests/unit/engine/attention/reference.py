@@ -1,7 +1,8 @@
 """Attention as a textbook writes it, token by token, in float64. Every backend is compared with it.
 
 Legend: N tokens of the step, n of a request, T keys that a query sees, H query heads, K key/value heads, D head size, S
-pool slots."""
+pool slots.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Random steps for attention backends that read tables. Every pool slot that nobody may read is NaN.
 
-Legend: N rows of the step, B items, M pages of the longest, P pools, H query heads, K key/value heads, D head size."""
+Legend: N rows of the step, B items, M pages of the longest, P pools, H query heads, K key/value heads, D head size.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ Every page that is in no table is NaN. There are two kinds of padding: items wit
 the last item. A step is planned and run once while its tables hold nothing but padding. Then it runs with the real
 tables.
 
-Legend: N rows, H query heads, K key/value heads, D head size, M pages of the longest item."""
+Legend: N rows, H query heads, K key/value heads, D head size, M pages of the longest item.
+"""
 
 from __future__ import annotations
 

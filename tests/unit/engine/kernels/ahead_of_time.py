@@ -1,6 +1,7 @@
 """Compiles Triton kernels for GPUs that this machine need not have, and reports the resources that they take.
 
-A process that runs kernels in the interpreter cannot compile them, so another process does it."""
+A process that runs kernels in the interpreter cannot compile them, so another process does it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Build:
 
     `kernel` is "module:function". `signature` gives the type of every argument that is not in `constants`, as Triton
     writes it ("*bf16", "i32", "fp32"). A constant "tl.bfloat16" stands for that dtype. `divisible` names the pointers
-    and integers that are multiples of 16, which the launcher would find by itself. `capability` is 80 for sm_80."""
+    and integers that are multiples of 16, which the launcher would find by itself. `capability` is 80 for sm_80.
+    """
 
     kernel: str
     signature: Mapping[str, str]

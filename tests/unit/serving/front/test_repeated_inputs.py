@@ -1,6 +1,7 @@
 """Stored requests to /v1/responses that send the whole conversation again, as the Agents SDK does.
 
-Each is the next turn of the session that has their items."""
+Each is the next turn of the session that has their items.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Random calls by two tenants and an operator at one server. No tenant reads, changes or learns of anything of the
 other, the operator changes nothing of either, and the logs contain nothing that was said.
 
-KEDGE_FUZZ_CALLS=10000 makes it longer."""
+KEDGE_FUZZ_CALLS=10000 makes it longer.
+"""
 
 from __future__ import annotations
 

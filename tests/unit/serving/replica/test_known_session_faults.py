@@ -1,5 +1,6 @@
 """Known session faults of other servers, tried on one replica: turns that leave, overlap, wait or end after a close.
-Each test fails if the code that prevents the fault is taken out. The numbers are those of SGLang's issues."""
+Each test fails if the code that prevents the fault is taken out. The numbers are those of SGLang's issues and pull
+requests."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 records between front ends and replicas see test_calls.py.
 
 `recorded/wire_version_1.json` holds records as version 1 pickled them, in base64. `wire_version_1_fields.json` holds
-the names of their fields."""
+the names of their fields.
+"""
 
 from __future__ import annotations
 
