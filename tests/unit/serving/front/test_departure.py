@@ -1,4 +1,4 @@
-"""A front end knows that it is to go once Serve no longer lists it among those that get calls."""
+"""A front end knows that it is to go once it is no longer in the list of running front ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from serving.front.departure import Departure
 
 
 class Listed:
-    """Serve's list of the front ends that get calls, as the test sets it."""
+    """The list of running front ends, as the test sets it."""
 
     def __init__(self) -> None:
         self.now: set[str] | None = {"other"}

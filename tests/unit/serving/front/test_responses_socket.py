@@ -170,7 +170,7 @@ async def test_a_stored_response_goes_on_from_one_that_is_not(
 
 
 async def test_what_is_remembered_is_bounded(url: str) -> None:
-    """If all remembered responses together have more than a message's limit, the newest one goes first."""
+    """The oldest are dropped if all of them together are larger than a message may be."""
     async with opened(url) as socket:
         large = {"store": False, "metadata": {"padding": "p" * 400_000}}
         first, second, third = [
