@@ -100,8 +100,7 @@ def test_tenants_and_adapters_do_not_run_into_one_another() -> None:
 
 
 def test_hashes_are_the_same_in_every_process() -> None:
-    """Replicas compare the hashes, and later versions will. A changed hash would have to be a scheme with a new
-    name."""
+    """Replicas compare the hashes, and later versions will. So a change needs a new scheme."""
     chain = chain_of([1, 2, 3, 4, 500_000], 4, "tenant", IDENTITY)
     assert [digest.hex() for digest in hashes(chain)] == EXPECTED
 

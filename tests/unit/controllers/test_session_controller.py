@@ -216,7 +216,7 @@ def test_the_last_keys_are_kept(controller: SessionController) -> None:
 def test_turns_without_a_clients_key_push_out_no_answer_of_those_with_one(
     controller: SessionController,
 ) -> None:
-    """They used to: after eight turns of a client without keys, a retry under another client's own key ran again."""
+    """Eight turns of a client without keys used to push out such an answer, so that its retry ran again."""
     controller.adopt(_record())
     _run_turn(controller, [1], [2], idempotency_key="mine")
     made = [f"call-{number:032x}" for number in range(KEPT_ANSWERS + 1)]
