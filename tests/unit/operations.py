@@ -1,4 +1,4 @@
-"""What a call costs, counted instead of timed: the same on every machine, however busy."""
+"""Measures what a call costs by counting, not by time. The figure is the same on every machine, however busy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 
 def bytecodes(call: Callable[[], object]) -> int:
-    """Python instructions that run in `call`. Work inside C is one of them, however much it is: see `peak_bytes`."""
+    """How many Python instructions `call` runs. Work inside C counts as one, however much it is: see `peak_bytes` for
+    that."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -21,7 +22,7 @@ def bytecodes(call: Callable[[], object]) -> int:
 
     before = sys.gettrace()
     sys._getframe().f_trace_opcodes = (
-        True  # Python 3.12 tells opcodes only if a frame asked before the trace began
+        True  # Python 3.12 reports opcodes only if a frame asked before the trace began
     )
     sys.settrace(trace)
     try:
@@ -32,7 +33,7 @@ def bytecodes(call: Callable[[], object]) -> int:
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """The most memory that `call` holds at once of what it allocates: arrays that are made on the way are in it."""
+    """The most memory allocated by `call` that exists at one time. It includes temporary arrays."""
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]

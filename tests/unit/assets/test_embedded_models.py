@@ -1,4 +1,4 @@
-"""The committed models: `transformers` loads them as they are, at the sizes that were promised."""
+"""The committed models: `transformers` loads them unchanged, and they have the promised sizes."""
 
 import json
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_the_recipe_is_what_is_committed(name: str) -> None:
 
 
 def test_talking_turn_by_turn_is_talking_at_once(chat: LlamaForCausalLM) -> None:
-    """The evaluation's local session gives what `generate` gives for the whole history."""
+    """The evaluation's local session, turn by turn, gives what `generate` gives for the whole history."""
     tokenizer = AutoTokenizer.from_pretrained(CHAT)
     messages: list[dict[str, str]] = []
     with LocalTalk(chat, tokenizer, None) as talk:
@@ -82,7 +82,7 @@ def test_the_evaluation_picks_cases_that_are_far_enough() -> None:
 
 
 class _Parrot:
-    """Answers as the generator would, or always wrong."""
+    """A session that gives these replies: the generator's, or wrong ones."""
 
     def __init__(self, replies: list[str]) -> None:
         self.replies = replies
@@ -125,7 +125,7 @@ def test_a_value_counts_only_as_a_whole(reply: str, value: str, right: bool) -> 
 
 
 def test_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """Two steps, and one step plus a resumed one, end at the same weights."""
+    """Two steps give the same weights as one step and one resumed step."""
     tokenizer = AutoTokenizer.from_pretrained(CHAT)
     recipe = Recipe("tiny", 16, 16, 1, 2, 1, (Phase(32, 64, 640),), warmup_steps=1)
     whole = Trainer(recipe, tokenizer, tmp_path, Team())

@@ -1,4 +1,4 @@
-"""Planted heads: before any training the first layer looks one token back and the second finds matches."""
+"""Planted heads: before any training, the first layer looks one token back and the second finds matches."""
 
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM

@@ -44,7 +44,7 @@ def test_training_refuses_held_out_seeds() -> None:
 
 
 def _made_up_names(texts: list[str]) -> set[str]:
-    """Names that are in no list: what follows "is called", where it is made up."""
+    """The names that are in no list: the words after "is called" that were made up."""
     listed = {word.lower() for words in LISTS.values() for word in words}
     found = set()
     for text in texts:

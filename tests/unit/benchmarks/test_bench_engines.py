@@ -1,4 +1,4 @@
-"""The engines of the card report: one model in memory for all of them, its bytes, and what counts as decoding."""
+"""The engines of the card report share one model in memory. Also its bytes, and what counts as decoding."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def test_engines_share_the_weights_that_transformers_gets(tmp_path: Path) -> Non
         assert result.tokens_per_s > 0
         assert len(watch.tokens) == 1
     assert models[0] is models[1]
-    decoder = getattr(models[0], "_decoder", models[0])  # where kernels were compiled they run it
+    decoder = getattr(models[0], "_decoder", models[0])  # with compiled kernels, they run the decoder
     assert torch.equal(decoder._embedding_VE, bench.weights().take("model.embed_tokens.weight"))
 
 
 def test_bytes_of_the_published_shape(tmp_path: Path) -> None:
-    """Llama 3.1 with 8.03 B parameters: a step reads all but the 0.53 B of the embedding table. 131 kB of KV a token
+    """Llama 3.1 has 8.03 B parameters. A step reads all but the 0.53 B of the embedding table. A token has 131 kB of KV
     in bfloat16."""
     bench = Bench("8b", torch.device("cpu"), tmp_path)
     parameters = 8_030_261_248 - 128_256 * 4096

@@ -1,4 +1,4 @@
-"""The report for a card runs without one: its cheap sections, what fails and what hangs."""
+"""The report for a card, run without a card: its cheap sections, and sections that fail or hang."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def dry_run(path: Path, *options: str) -> tuple[dict[str, Any], str]:
-    """What is written, and the table."""
+    """Runs the report. Returns the JSON that it writes, and the table."""
     command = [sys.executable, "-m", "benchmarks.gpu_report", "--dry", "--json", str(path), *options]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert answer.returncode == 0, answer.stderr

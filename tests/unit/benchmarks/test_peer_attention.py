@@ -1,4 +1,4 @@
-"""The attention that transformers is lent where it has no flash kernel of its own."""
+"""The attention that the benchmark gives to transformers where it has no flash kernel of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_packed_sequences_attend_to_their_own_keys_from_the_end() -> None:
     generator = torch.Generator().manual_seed(3)
     query_NHD = torch.randn(6, 4, 8, generator=generator)
     key_TKD, value_TKD = (torch.randn(12, 2, 8, generator=generator) for _ in range(2))
-    starts = (torch.tensor([0, 2, 3, 6, 6]), torch.tensor([0, 5, 6, 12, 12]))  # the last is padding
+    starts = (torch.tensor([0, 2, 3, 6, 6]), torch.tensor([0, 5, 6, 12, 12]))  # the last sequence is padding
     found_NHD = peer.one_by_one(query_NHD, key_TKD, value_TKD, starts, (3, 6), 0.4)
     seen = [(0, 4), (0, 5), (5, 6), (6, 10), (6, 11), (6, 12)]
     for row, (begin, end) in enumerate(seen):

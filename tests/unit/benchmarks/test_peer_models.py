@@ -1,4 +1,4 @@
-"""The random model that servers are compared with is the same for all of them, and so are its tokens."""
+"""All compared servers get the same random model and the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the report for a card says of its figures, and what it leaves out where there is no room."""
+"""What the report for a card says of its figures, and what it leaves out for lack of room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client of the chaos benchmark: it checks every turn, and finds each kind of fault that is planted in answers."""
+"""The client of the chaos benchmark checks every turn, and finds each kind of fault that is planted in answers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from serving.front.http import create_http_app
 from tests.unit.serving.local_service import local_service
 
 SHORT_HISTORY = 150
-"""The null model's context is 512 tokens."""
+"""A limit that fits the null model's context of 512 tokens."""
 
 Edit = Callable[[httpx.Request, httpx.Response, bytes], bytes]
 
 
 class Meddler(httpx.AsyncBaseTransport):
-    """Passes calls on, and changes what comes back."""
+    """Passes calls on and changes the replies."""
 
     def __init__(self, inner: httpx.ASGITransport, edit: Edit) -> None:
         self._inner = inner
@@ -38,7 +38,7 @@ class Meddler(httpx.AsyncBaseTransport):
 
 @asynccontextmanager
 async def talked(directory: Path, edit: Edit) -> AsyncIterator[tuple[Findings, Talker, httpx.AsyncClient]]:
-    """A talker after two turns of one session."""
+    """A talker that has had two turns of one session."""
     async with local_service(directory) as service:
         transport = Meddler(httpx.ASGITransport(create_http_app(lambda: service)), edit)
         async with httpx.AsyncClient(
@@ -67,7 +67,7 @@ def in_session(request: httpx.Request) -> bool:
 
 
 def with_tokens(body: bytes, change: Callable[[list[int]], list[int]]) -> bytes:
-    """The reply, whole or streamed, with other `output_ids`."""
+    """The reply, whole or streamed, with changed `output_ids`."""
 
     def changed(text: bytes) -> bytes:
         fields: dict[str, Any] = json.loads(text)
@@ -112,7 +112,7 @@ async def test_sessions_that_end_meanwhile_are_checked_too(
 
 
 async def test_an_answer_that_the_model_does_not_give_is_found(tmp_path: Path) -> None:
-    """Sent and logged alike: only the model knows better."""
+    """The answer that is sent equals the logged one, so only the model can show the fault."""
 
     def edit(request: httpx.Request, _reply: httpx.Response, body: bytes) -> bytes:
         return with_tokens(body, lambda ids: [*ids[:-1], 1]) if in_session(request) else body
@@ -132,7 +132,7 @@ async def test_an_answer_that_differs_from_the_log_is_found(tmp_path: Path) -> N
 
 
 async def test_a_turn_that_runs_twice_is_found(tmp_path: Path) -> None:
-    """A key that gets lost on its way makes the second asking a turn of its own."""
+    """Without its key, the second try is a turn of its own."""
     async with talked(tmp_path, as_it_is) as (findings, talker, client):
 
         async def lose_key(request: httpx.Request) -> None:

@@ -12,7 +12,7 @@ PLAN = Plan(sessions=3, turns=4, shared=10, new=2, out=3, vocab_size=50)
 
 
 class Parrot:
-    """A Side that answers a token at a time, sessions in turn: token n of a request is its prompt's length + n."""
+    """A Side that answers sessions in turn, one token at a time. Token n of a request is its prompt's length + n."""
 
     name = "parrot"
 
@@ -74,7 +74,7 @@ def test_figures_are_of_whole_turns_from_the_second() -> None:
     done = []
     for session in (1, 2, 3):
         for number in (1, 2, 3, 4):
-            if (session, number) != (2, 4):  # cut off
+            if (session, number) != (2, 4):  # turn 4 of session 2 is cut off
                 begin_s = 10.0 * number + session
                 done.append(Turn(session, number, begin_s, begin_s + 0.1 * session, begin_s + 5.0, [1, 2, 3]))
     assert last_whole_turn(done, PLAN) == 3

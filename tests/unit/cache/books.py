@@ -1,4 +1,4 @@
-"""A small pool of KV books, and sequences filled by hand the way a turn fills them."""
+"""A small pool of KV books. Tests fill its sequences by hand in the way that a turn fills them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ WINDOW_PAGE_BYTES = 10
 
 
 def tokens_from(first: int, count: int) -> TokenArray:
-    """`count` ascending tokens: a prefix of any longer call with the same `first`, and of no other."""
+    """`count` ascending tokens from `first` on: a prefix of every longer call with the same `first`, and of no other
+    call."""
     return token_array(np.arange(first, first + count))
 
 
@@ -37,7 +38,7 @@ def joined(*parts: Iterable[int]) -> TokenArray:
 
 
 def no_chain(page_size: int) -> TokenChain:
-    """Of a sequence without tokens."""
+    """The token chain of a sequence without tokens."""
     return ANY_KV.chain("", page_size)
 
 
@@ -64,7 +65,7 @@ class Books:
         disk_pages: int = 0,
         step_tokens: int = 16,
     ) -> Books:
-        """`host_pages` and `disk_pages` are room for pages of the full pool."""
+        """`host_pages` and `disk_pages` say how many pages of the full pool the host and the disk have room for."""
         allocator = PageAllocator(num_pages)
         window = None
         if window_len is not None:
@@ -108,13 +109,13 @@ class Books:
     def match(
         self, session_id: str | None, tokens: TokenArray, max_len: int | None = None, namespace: str = ""
     ) -> CacheMatch:
-        """All `tokens` are the session's history."""
+        """Matches `tokens`, all of which are the session's history."""
         limit = len(tokens) - 1 if max_len is None else max_len
         history = History(tokens.tolist(), len(tokens))
         return self.sessions.match_prefix(session_id, namespace, lambda: tokens, limit, history)
 
     def fork(self, parent_id: str, child_id: str, tokens: TokenArray) -> int:
-        """At the end of these tokens of the parent's."""
+        """Forks `child_id` at the end of `tokens`, which are the parent's history."""
         history = History(tokens.tolist(), len(tokens))
         return self.sessions.fork_session(parent_id, child_id, tokens, history)
 
@@ -135,7 +136,7 @@ class Books:
     def run_turn(
         self, session_id: str, tokens: TokenArray, *, share: bool = False, namespace: str = ""
     ) -> SequenceKV:
-        """A whole turn over `tokens`, the last of which, as always, has no KV yet. Returns the parked KV."""
+        """Runs a whole turn over `tokens`. As always, the last token has no KV yet. Returns the parked KV."""
         kv = self.begin(session_id, tokens, namespace=namespace)
         self.fill(kv, len(tokens) - 1)
         if share:
@@ -146,7 +147,7 @@ class Books:
         return kv
 
     def run_plain(self, tokens: TokenArray, *, namespace: str = "") -> None:
-        """A whole request without a session; it leaves its whole pages in the tree."""
+        """Runs a whole request without a session. Its full pages stay in the tree."""
         kv = self.begin(None, tokens, namespace=namespace)
         self.fill(kv, len(tokens))
         self.sessions.finish(kv, tokens)
@@ -166,7 +167,7 @@ class Books:
         return orders
 
     def end_copies(self, *, failed: bool = False) -> list[CopyKind]:
-        """Carries out all orders at once; returns their kinds."""
+        """Carries out all copy orders at once. Returns their kinds."""
         orders = self.tiers.take_orders()
         for order in orders:
             if order.kind in (CopyKind.SAVE, CopyKind.SPILL, CopyKind.LOAD):
@@ -175,7 +176,7 @@ class Books:
         return [order.kind for order in orders]
 
     def assert_empty(self) -> None:
-        """Every page is free again and no lock is left."""
+        """Checks that every page is free again and that no lock is left."""
         self.sessions.flush()
         self.check()
         accounts = self.accounts()

@@ -13,11 +13,12 @@ FaultKind = Literal["leak", "double free", "double count"]
 
 
 def plant(cache: SessionAwareCache, kind: FaultKind, session_id: str, pool: PoolName = "full") -> int:
-    """Damages the books of an idle session; returns a page of `pool` that they are wrong about.
+    """Damages the books of an idle session. Returns a page of `pool` that they are wrong about.
 
-    leak: the session loses its last page, which nobody gets. double free: its last page is free while it still has it.
-    double count: its pages are a turn's as well as the slot's; every counter still balances, only the walk of a
-    strict check sees it. The session is of no use afterwards. Raises ValueError unless it holds a private page.
+    leak: the session loses its last page, and nobody gets that page. double free: the last page is free while the
+    session still has it. double count: the session's pages belong to a turn as well as to the slot. Every counter still
+    balances then, so only the walk of a strict check sees it. The session cannot be used afterwards. Raises ValueError
+    if the session holds no private page.
     """
     kv = _idle_kv(cache, session_id, pool)
     if pool == "window":

@@ -1,4 +1,4 @@
-"""can_begin says exactly whether pages can be had without a retraction."""
+"""can_begin says exactly whether a turn can get its pages without a retraction."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_can_begin_does_not_demote_the_session_it_is_asked_for() -> None:
 
 
 def test_can_begin_counts_shared_pages_once_and_only_if_they_give_way() -> None:
-    """Counting a prompt that idle sessions share once for each would demote them all in vain."""
+    """Idle sessions share a prompt. If it counted once for each of them, all would be demoted in vain."""
     books = Books.make(4, num_pages=16)
     system = tokens_from(0, 16)
     for index in range(3):  # 4 shared pages and one private page each; 9 free
@@ -63,7 +63,7 @@ def test_can_begin_counts_shared_pages_once_and_only_if_they_give_way() -> None:
 
 
 def test_can_begin_is_exact_under_random_traffic() -> None:
-    """What it promises can be had, and what it denies cannot, demoting and evicting all there is."""
+    """What it promises can be had. What it denies cannot, even if everything is demoted and evicted."""
     rng = random.Random(5)
     verdicts = [0, 0]
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""The audit finds leaks, double counting and pages without an account, and names them."""
+"""The audit finds and names leaks, double counting and pages without an account."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The disk below the host: who is written to it and when, who gives way on it, and what becomes of sessions that are
-wanted, closed, rewound or forked at any point on the way."""
+"""The disk below the host: who is written to it and when, who gives way on it, and what becomes of sessions on their
+way that are wanted, closed, rewound or forked."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.unit.cache.books import PAGE_BYTES, WINDOW_PAGE_BYTES, Books, tokens_
 
 SAVE, SPILL, LOAD, DROP = CopyKind.SAVE, CopyKind.SPILL, CopyKind.LOAD, CopyKind.DROP
 KV = 4 * PAGE_BYTES
-"""What a session of 15 tokens takes below the device."""
+"""The bytes that a session of 15 tokens takes below the device."""
 
 
 def books_of(*, num_pages: int = 32, host_pages: int = 8, disk_pages: int = 16, **options: int) -> Books:
-    """By default the host has room for two sessions, and keeps half of one free."""
+    """Makes books. By default the host has room for two sessions and keeps half of one free."""
     return Books.make(
         page_size=4, num_pages=num_pages, host_pages=host_pages, disk_pages=disk_pages, **options
     )
 
 
 def saved(books: Books, *names: str) -> None:
-    """The sessions' KV lies on the host; what that had written to disk is not yet handed out."""
+    """Puts these sessions' KV on the host. Writes to disk that this causes are not handed out yet."""
     for name in names:
         books.run_turn(name, tokens_from(1000 * ord(name[0]), 15))
         books.tiers.demote(books.slot(name))
@@ -35,7 +35,7 @@ def saved(books: Books, *names: str) -> None:
 
 
 def being_written(books: Books) -> CopyOrder:
-    """a is on its way to disk, b on the host."""
+    """Starts writing session a to disk, with session b on the host. Returns the order."""
     saved(books, "a", "b")
     (order,) = books.take_orders()
     assert order.kind is SPILL
@@ -43,7 +43,7 @@ def being_written(books: Books) -> CopyOrder:
 
 
 def written(books: Books) -> None:
-    """a is on disk, b on the host."""
+    """Puts session a on disk and session b on the host."""
     books.tiers.copy_done(being_written(books).key)
     assert [order.kind for order in books.take_orders()] == [DROP]
     assert on_disk(books, "a")
@@ -58,7 +58,8 @@ def on_disk(books: Books, name: str) -> bool:
 
 
 def resume(books: Books, name: str) -> int:
-    """The session's next turn, whose KV must be on the device; returns how much of it there was."""
+    """Begins the session's next turn, whose KV must be on the device, and takes it back. Returns how much KV there
+    was."""
     kv = books.begin(name, tokens_from(1000 * ord(name[0]), 20))
     length = kv.committed_len
     books.sessions.rollback_turn(name, kv, tokens_from(1000 * ord(name[0]), 20), length)
@@ -159,7 +160,7 @@ def test_a_session_closed_while_it_is_written_keeps_its_bytes_till_the_end(again
     assert books.take_orders() == [], "what is read must not be dropped"
     assert (books.host.used_bytes, books.disk.used_bytes) == (2 * KV, KV)
     if again:
-        books.sessions.release_session("b")  # so that nobody gives way on the host
+        books.sessions.release_session("b")  # nobody has to give way on the host then
         assert [order.kind for order in books.take_orders()] == [DROP]
         books.run_turn("a", tokens_from(500, 9))  # a new session of the same name
     if again == "on the host":
@@ -215,7 +216,7 @@ def test_a_failed_write_leaves_the_copy_of_the_host() -> None:
 
 
 def write_after(books: Books, name: str) -> CopyOrder | None:
-    """One more session comes to the full host: who is written to disk then."""
+    """Puts one more session on the full host. Returns the order that this causes to write a session to disk, if any."""
     saved(books, name)
     return next((order for order in books.take_orders() if order.kind is SPILL), None)
 
@@ -347,7 +348,7 @@ def test_sessions_whose_turns_wait_are_neither_written_nor_dropped_from_disk() -
 
 
 def test_nobody_waits_for_a_write() -> None:
-    """A write gives no page back: pages that are missing must come from somebody else."""
+    """A write to disk frees no pages on the device, so missing pages must come from elsewhere."""
     books = books_of(num_pages=8)
     being_written(books)
     kv = books.begin(None, tokens_from(1, 40))
@@ -393,7 +394,7 @@ def test_an_audit_names_what_is_stored_for_nobody() -> None:
 
 
 def test_where_each_sessions_kv_is_can_be_asked() -> None:
-    """Watchers are told of a few sessions; one without KV is not among them."""
+    """Watchers ask about a few sessions. A session without KV is not in the answer."""
     books = books_of()
     written(books)
     books.run_turn("c", tokens_from(0, 9))

@@ -1,4 +1,4 @@
-"""Which tokens a sequence has: the same however it came about."""
+"""Which tokens occur in a sequence: the answer does not depend on how the sequence was made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each planted fault is found within one check, and named: pool, page, session, turn, operation, age."""
+"""One check finds each planted fault and names it: pool, page, session, turn, operation, age."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAST = r"last {operation} by session a, request r \d+\.\d s ago"
 
 
 def faulty(kind: FaultKind, pool: str, page_size: int = 4) -> tuple[Books, int]:
-    """Three sessions, the middle one damaged."""
+    """Three sessions. The second has the fault."""
     books = Books.make(page_size, 64, window_len=2 * page_size if pool == "window" else None)
     for first, name in enumerate("bac"):
         books.run_turn(name, tokens_from(10_000 * first, 2 * page_size + 2), share=name != "a")
@@ -50,7 +50,8 @@ def test_the_balance_alone_finds_leak_and_double_free_and_names_them_too(kind: F
 
 @pytest.mark.parametrize("pool", ["full", "window"])
 def test_a_double_count_balances_and_only_the_walk_sees_it(pool: str) -> None:
-    """The counters move with the KV, so they cannot notice that the slot kept hold of it: only strict looks."""
+    """The counters move with the KV, so they cannot show that the slot kept the KV as well. Only a strict check
+    looks."""
     books, page = faulty("double count", pool)
     books.sessions.books.check("balance")
     report = books.sessions.books.audit()

@@ -1,4 +1,4 @@
-"""PageJournal: the last operation on each page, for whom, and how long ago."""
+"""PageJournal: the last operation on each page, its owner and its age."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose KV is where: by namespace and tier, shared pages not in it."""
+"""Whose KV lies where, by namespace and tier. Shared pages are not included."""
 
 from __future__ import annotations
 

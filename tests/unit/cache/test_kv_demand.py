@@ -1,5 +1,5 @@
-"""KV that turns take and lack is demand; KV of idle sessions is none, unless there was room for it nowhere and it was
-missed."""
+"""Demand is the KV that turns hold or lack. KV of idle sessions is demand only if there was room for it nowhere and a
+turn missed it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_kv_that_was_dropped_from_the_host_is_missed_too() -> None:
 
 
 def test_a_session_that_left_misses_nothing() -> None:
-    """Were its KV counted when it comes back, moves would look like a shortage."""
+    """If the KV of a session that comes back counted as missed, moves would look like a shortage."""
     books = Books.make(4, 32)
     books.run_turn("a", tokens_from(0, 15))
     books.tiers.demote(books.slot("a"))
@@ -107,7 +107,7 @@ def test_a_session_that_left_misses_nothing() -> None:
 
 
 def test_the_pool_with_less_room_counts() -> None:
-    """A window's pages: the pool of eight is the one that runs short."""
+    """The window pool of eight pages runs short first."""
     books = Books.make(4, 64, window_len=8, num_window_pages=8, step_tokens=4)
     kv = books.begin("a", tokens_from(0, 9))
     books.fill(kv, 8)

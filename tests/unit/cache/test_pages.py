@@ -1,4 +1,4 @@
-"""PageAllocator: every page is free or given out once; runs where possible."""
+"""PageAllocator: every page is free or given out once. Pages come as runs where possible."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_random_traffic_keeps_counts_and_marks_together() -> None:
 
 
 def test_what_a_page_costs_does_not_depend_on_the_pool() -> None:
-    """Of pools whose pages are taken but for a few, scattered, and of such that are half free."""
+    """Tries pools with only a few scattered free pages, and pools that are half free."""
 
     def traffic(num_pages: int, every: int) -> tuple[int, int]:
         allocator = PageAllocator(num_pages)

@@ -11,7 +11,7 @@ from tests.unit.cache.books import PAGE_SIZES, Books, joined, no_chain, tokens_f
 
 
 def counts(books: Books) -> tuple[int, int, int]:
-    """(cached, protected, in flight) pages."""
+    """The numbers of (cached, protected, in flight) pages."""
     books.check()
     accounts = books.accounts()
     return accounts.cached, accounts.protected, accounts.in_flight
@@ -101,9 +101,9 @@ def test_a_longer_shared_prefix_keeps_the_tree_s_copy_of_the_middle() -> None:
     books = Books.make(4)
     tokens = tokens_from(0, 24)
     books.run_plain(tokens[:8])
-    late = books.begin(None, tokens)  # locks 8
+    late = books.begin(None, tokens)  # locks 8 tokens
     books.fill(late, 24)
-    books.run_plain(tokens[:16])  # meanwhile the tree learns 8..16
+    books.run_plain(tokens[:16])  # meanwhile the tree gets tokens 8..16
     books.sessions.cache_unfinished(late, tokens)
     assert late.protected_len == 24
     assert counts(books) == (0, 6, 0)
@@ -113,7 +113,8 @@ def test_a_longer_shared_prefix_keeps_the_tree_s_copy_of_the_middle() -> None:
 
 @pytest.mark.parametrize("target_len", range(19))
 def test_shrink_keeps_lengths_locks_and_pages_together(target_len: int) -> None:
-    """Protected is 12 of 18 tokens: cuts past it, at it, into it on and off page borders, and to nothing."""
+    """12 of 18 tokens are protected. The cuts go past this prefix, to its end, into it on and off page borders, and to
+    0."""
     books = Books.make(4)
     tokens = tokens_from(0, 18)
     kv = books.begin(None, tokens)
@@ -182,7 +183,7 @@ def test_evict_frees_what_is_unlocked_and_says_how_much() -> None:
     books = Books.make(4)
     tokens = tokens_from(0, 16)
     books.run_plain(tokens)
-    kv = books.begin(None, tokens)  # locks 12 of 16
+    kv = books.begin(None, tokens)  # locks 12 of 16 tokens
     assert books.prefixes.evict(100) == 1
     assert books.prefixes.evict(100) == 0
     books.sessions.release(kv)

@@ -1,4 +1,4 @@
-"""RadixTree: matches in whole pages, splits that keep locks exact, LRU eviction, namespaces apart."""
+"""RadixTree: matches in full pages, splits that keep locks exact, LRU eviction, separate namespaces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.cache.books import PAGE_SIZES, joined, tokens_from
 
 
 class PagedTree:
-    """A RadixTree that is given ascending page numbers."""
+    """A RadixTree whose pages get ascending numbers."""
 
     def __init__(self, page_size: int) -> None:
         self.tree = RadixTree(page_size)
@@ -37,7 +37,7 @@ class PagedTree:
         return self.tree.evict(num_pages)[0]
 
     def counts(self) -> tuple[int, int]:
-        """(cached, protected), checked against a walk of the nodes."""
+        """The numbers of (cached, protected) pages, checked against a walk over the nodes."""
         walked = {"cached": 0, "protected": 0}
         for account, pages in self.tree.claims():
             walked[account] += len(pages)
@@ -110,7 +110,7 @@ def test_split_by_unrelated_traffic_keeps_locks_exact() -> None:
     paged.insert(tokens)
     holders = [paged.lock(tokens[:length])[0] for length in (24, 24, 16)]
     assert paged.counts() == (0, 6)
-    for cut in (8, 4, 20):  # others branch off everywhere, splitting the locked nodes
+    for cut in (8, 4, 20):  # other sequences branch off here and split the locked nodes
         paged.insert(joined(tokens[:cut], tokens_from(1000 * cut, 8)))
     assert paged.counts() == (6, 6)
     for node, length in zip(holders, (24, 24, 16), strict=True):
@@ -172,7 +172,7 @@ def test_eviction_is_least_recently_used_first() -> None:
     for name in ("older", "old", "new"):
         paged.insert(tokens_from(first_of[name], 8))
     node, _ = paged.lock(tokens_from(first_of["old"], 8))
-    paged.tree.unlock(node)  # used again: now the most recent
+    paged.tree.unlock(node)  # unlocking makes it the most recently used
     evicted = []
     for _ in names:
         before = {name for name in names if paged.match_len(tokens_from(first_of[name], 8))}

@@ -1,4 +1,4 @@
-"""SessionAwareCache: KV moves between slot and turn, never copied; idle slots always give way."""
+"""SessionAwareCache: KV moves between slot and turn and is never copied. Idle slots always give way."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_continuing_session_never_looks_at_its_tokens() -> None:
 
 
 def test_match_has_no_side_effects() -> None:
-    """Admission refused after a match leaves the slot equal, so that the turn can try again."""
+    """If admission is refused after a match, the slot has not changed, so the turn can try again."""
     books = Books.make(4)
     history = tokens_from(0, 19)
     books.run_turn("a", history, share=True)
@@ -62,7 +62,7 @@ def test_match_has_no_side_effects() -> None:
 
 
 def test_kv_past_the_history_is_not_matched() -> None:
-    """The turn that computed it was never committed, or its owner rewound it."""
+    """The turn that computed this KV was never committed, or its owner rewound it."""
     books = Books.make(4)
     tokens = tokens_from(0, 20)
     books.run_turn("a", tokens)
@@ -101,7 +101,7 @@ def test_free_tail_frees_only_pages_wholly_past_the_prefix(page_size: int) -> No
     kv = books.begin("a", tokens_from(0, 3 * page_size))
     assert (
         books.sessions.extend(kv, 4 * page_size) is Room.READY
-    )  # a verify step allocated past what was accepted
+    )  # as after a verify step that allocated more than was accepted
     kv.commit(page_size + 1, None)
     books.sessions.finish_turn("a", kv, tokens_from(0, 4 * page_size), 4 * page_size)
     pages = kv.pages.tolist()
@@ -127,7 +127,7 @@ def test_a_turn_that_recomputes_one_token_keeps_its_part_filled_page() -> None:
     books = Books.make(4)
     kv = books.begin("a", tokens_from(0, 7))
     books.fill(kv, 7)
-    books.sessions.finish_turn("a", kv, tokens_from(0, 7), 7)  # max_new_tokens=0: every token has KV
+    books.sessions.finish_turn("a", kv, tokens_from(0, 7), 7)  # as with max_new_tokens=0: every token has KV
     again = books.begin("a", tokens_from(0, 7))
     assert (again.committed_len, again.num_pages) == (6, 2)
 
@@ -136,7 +136,7 @@ def test_a_turn_that_recomputes_one_token_keeps_its_part_filled_page() -> None:
 def test_trim_overshoot_cuts_every_length_to_the_target(page_size: int) -> None:
     books = Books.make(page_size)
     kv = books.begin("a", tokens_from(0, 10))
-    books.fill(kv, 5 * page_size)  # accepted past a stop
+    books.fill(kv, 5 * page_size)  # as if drafts past a stop were accepted
     target = 2 * page_size + 1
     books.sessions.finish_turn("a", kv, tokens_from(0, target), target)
     books.check()
@@ -211,7 +211,7 @@ def test_session_held_pages_are_those_past_the_protected_prefix() -> None:
 
 @pytest.mark.parametrize("length", range(20))
 def test_rewind_cuts_to_at_most_the_length(length: int) -> None:
-    """Into private pages, into the protected prefix, on and off page borders."""
+    """Cuts go into private pages and into the protected prefix, on and off page borders."""
     books = Books.make(4)
     history = tokens_from(0, 19)
     books.run_turn("a", history, share=True)

@@ -1,4 +1,5 @@
-"""Forks: whole pages shared, the part-filled page copied, each session its own holder, closed in any order."""
+"""Forks share full pages and copy the page that is partly full. Each session holds its own, and any order of closes
+works."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ PAGE_SIZES = (1, 4, 16)
 
 
 def fork(talk: Talk, child_id: str, length: int) -> tuple[Talk, int]:
-    """A child at the first `length` tokens of its parent; and how many of them have KV."""
+    """Forks the first `length` tokens of the parent. Returns the child, and how many of these tokens have KV."""
     covered = talk.driver.fork(talk.session_id, child_id, talk.history[:length])
     child = Talk(talk.driver, child_id)
     child.history = talk.history[:length]
@@ -155,11 +156,12 @@ def test_a_parent_in_host_memory_gives_no_kv_and_comes_back_whole() -> None:
 
 
 def test_a_fork_of_a_session_that_is_being_saved_ends_the_save() -> None:
-    """Sharing swaps duplicates for the tree's pages and frees them: the save would copy what others write there."""
+    """The fork replaces the parent's duplicates of the tree's pages and frees them. A save that went on would copy what
+    others write there."""
     driver = Driver(num_pages=24, page_size=4, host_pages=24, copies_wait=True)
     parent = Talk(driver, "parent")
     parent.turn(range(1, 10), 12)
-    driver.generate(request("twin", parent.history, 1))  # the tree has the completion's pages of its own now
+    driver.generate(request("twin", parent.history, 1))  # the tree now has its own completion pages
     slot = driver.cache._slots.get("parent")
     assert slot is not None
     driver.cache.tiers.demote(slot)
@@ -229,7 +231,7 @@ def test_the_draft_model_s_kv_is_forked_with_it(length: int) -> None:
 
 
 def test_equal_tokens_elsewhere_are_not_taken_for_the_parent_s() -> None:
-    """Tenants: a fork stays in its parent's namespace."""
+    """A fork stays in its parent's namespace, which is the tenant's."""
     books = Books.make(4)
     books.run_turn("a", tokens_from(0, 10), namespace="tenant")
     assert books.fork("a", "b", tokens_from(0, 9)) == 9

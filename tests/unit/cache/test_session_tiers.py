@@ -1,5 +1,5 @@
-"""SessionTiers: an idle session's KV goes to the host and back beside compute, and every page and byte is settled once
-whatever happens to the session meanwhile."""
+"""SessionTiers: an idle session's KV goes to the host and back beside compute. Whatever happens to the session
+meanwhile, every page and byte is settled once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def books_of(num_pages: int = 16, host_pages: int = 16, **options: int) -> Books
 
 
 def demoted(books: Books, session_id: str, tokens: int = 15, first: int = 0) -> None:
-    """A session whose KV of `tokens` - 1 tokens lies on the host only."""
+    """Makes a session whose KV of `tokens` - 1 tokens lies only on the host."""
     books.run_turn(session_id, tokens_from(first, tokens))
     books.tiers.demote(books.slot(session_id))
     assert books.end_copies() == [SAVE]
@@ -138,7 +138,8 @@ def test_a_session_closed_while_it_is_loaded_keeps_its_pages_till_the_copy_ends(
 
 
 def test_a_turn_that_needs_none_of_it_begins_while_it_is_loaded() -> None:
-    """Rewound to nothing meanwhile: the turn starts anew, the pages come back when the copy ends."""
+    """The session is rewound to nothing during the load. The turn begins at once, and the load's pages are freed when
+    it ends."""
     books = books_of()
     demoted(books, "a")
     books.sessions.promote("a")
@@ -294,7 +295,7 @@ def test_no_room_for_a_load_while_running_turns_hold_all_pages() -> None:
 
 
 def test_saving_once_is_enough_for_the_pages_it_brings() -> None:
-    """A second request for the same pages waits for the copy instead of demoting one more session."""
+    """A second request for the same pages waits for the copy. It does not demote one more session."""
     books = books_of(num_pages=8, host_pages=8)
     books.run_turn("a", tokens_from(0, 16))
     books.run_turn("b", tokens_from(1000, 16))

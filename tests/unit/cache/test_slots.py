@@ -18,7 +18,7 @@ def table_of(*session_ids: str, state: SlotState = SlotState.IDLE) -> SlotTable:
 
 
 def victims(table: SlotTable, before: str | None = None) -> list[str]:
-    """The order in which sessions would go."""
+    """The order in which the sessions would give way."""
     order = []
     while (slot := table.next_victim(before)) is not None:
         order.append(slot.session_id)
@@ -34,7 +34,7 @@ def test_the_longest_idle_goes_first() -> None:
 
 
 def expect(table: SlotTable, *session_ids: str) -> None:
-    """Their turns wait, in this order."""
+    """Tells the table that turns of these sessions wait, in this order."""
     for arrival, session_id in enumerate(session_ids):
         table.expect(session_id, (0, arrival))
 
@@ -46,7 +46,7 @@ def test_expected_sessions_go_last_in_reverse_order_of_arrival() -> None:
 
 
 def test_the_place_in_the_queue_counts_not_when_it_was_told() -> None:
-    """A turn with priority, or one that was retracted, stands before others that were expected earlier."""
+    """A turn with priority or a retracted turn stands before turns whose sessions were expected earlier."""
     table = table_of("a", "b", "c")
     for session_id, place in (("a", (0, 3)), ("b", (-1, 9)), ("c", (0, 1))):
         table.expect(session_id, place)

@@ -1,4 +1,4 @@
-"""Tier: bytes of the budget, and which entries may be dropped."""
+"""Tier: the bytes of its budget, and which entries it may drop."""
 
 from __future__ import annotations
 

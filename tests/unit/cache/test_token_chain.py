@@ -1,4 +1,5 @@
-"""Chain hashes: equal for equal tokens of one tenant and model, another for anything else; and what a turn pays."""
+"""Chain hashes are equal for equal tokens of one tenant and model, and different otherwise. Also what a turn pays for
+them."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def test_the_part_filled_page_has_a_hash_of_what_it_holds_so_far() -> None:
         ("", replace(IDENTITY, kv_format="float8"), 4),
         ("", replace(IDENTITY, adapter="lora"), 4),
         ("", IDENTITY, 2),
-        # Fields that run into one another are told apart.
+        # Fields whose texts joined would be equal.
         ("", KVIdentity("weightsf", "loat16", ""), 4),
         ("lora", replace(IDENTITY, adapter=""), 4),
     ],
@@ -99,7 +100,7 @@ def test_tenants_and_adapters_do_not_run_into_one_another() -> None:
 
 
 def test_hashes_are_the_same_in_every_process() -> None:
-    """Replicas compare them, and so will versions to come: a change of the scheme is a new scheme."""
+    """Replicas compare the hashes, and later versions will. So a change needs a new scheme."""
     chain = chain_of([1, 2, 3, 4, 500_000], 4, "tenant", IDENTITY)
     assert [digest.hex() for digest in hashes(chain)] == EXPECTED
 
@@ -137,7 +138,7 @@ def test_arrays_and_lists_are_the_same_tokens() -> None:
 
 
 def test_a_turn_costs_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in hashed bytes: a million tokens of history cost what a thousand do."""
+    """The cost is counted in hashed bytes. A million tokens of history cost as much as a thousand."""
     hashed = [0]
     blake2b = token_chain.blake2b
 
@@ -196,7 +197,7 @@ def test_a_history_without_a_chain_is_hashed_once_and_only_if_there_is_kv() -> N
 
 
 def test_a_history_s_chain_may_reach_further_than_the_turn_keeps() -> None:
-    """A rewound turn brings the book's chain, which is cut at the commit."""
+    """A rewound turn brings the chain of the session book, which is cut only at the commit."""
     history = History([], 6, chain_of(range(20)))
     assert history.agreed_len(chain_of(range(15))) == 6
     assert history.agreed_len(chain_of([0, 1, 2, 9])) == 3
@@ -204,7 +205,7 @@ def test_a_history_s_chain_may_reach_further_than_the_turn_keeps() -> None:
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=30), st.slices(30), st.integers(0, 30))
 def test_a_chains_tokens_read_like_a_list(tokens: list[int], part: slice, cut: int) -> None:
-    """And go on with the chain: they are not a copy."""
+    """They are a view of the chain, not a copy: they change with it."""
     chain = chain_of(tokens)
     read = chain.tokens
     assert (len(read), list(read)) == (len(tokens), tokens)

@@ -1,4 +1,4 @@
-"""WindowPool: pages leave with the window, stay for a rollback, and are shared with the prefix tree once."""
+"""WindowPool: pages leave with the window, stay for a rollback, and the prefix tree shares each of them once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def windowed(page_size: int = 4, window_len: int = 8, **options: int) -> Books:
 
 
 def seen(length: int, window_len: int) -> set[int]:
-    """Tokens that the query at position `length` sees, but for itself."""
+    """The tokens before `length` that the query at position `length` sees."""
     return set(range(max(0, length - window_len + 1), length))
 
 
@@ -34,7 +34,7 @@ def test_a_slide_frees_what_no_later_query_sees_and_nothing_else(page_size: int,
     for length in range(1, 200):
         books.fill(kv, length, keep_len=0)
         live = {index for index, page in enumerate(kv.window.pages.tolist()) if page != GONE}
-        # The last committed token may be computed again: what it sees stays as well.
+        # The last committed token may be computed again, so what it sees stays as well.
         needed = {token // page_size for token in seen(length, window_len) | seen(length - 1, window_len)}
         assert needed <= live
         assert len(live) <= books.window.pages_for_span(1)
@@ -77,7 +77,7 @@ def test_a_cut_below_the_window_ends_at_nothing_and_can_grow_again() -> None:
     books = windowed()
     kv = books.begin(None, tokens_from(0, 60))
     books.fill(kv, 50, keep_len=0)
-    books.prefixes.shrink(kv, 20)  # its window is gone
+    books.prefixes.shrink(kv, 20)  # the window that 20 tokens need has left
     books.check()
     assert (kv.committed_len, kv.num_pages, kv.window.num_pages) == (0, 0, 0)  # type: ignore[union-attr]
     books.fill(kv, 50, keep_len=0)
@@ -165,7 +165,7 @@ def test_a_duplicate_is_given_up_for_the_tree_s_page() -> None:
 
 
 def test_what_the_tree_lacks_is_donated_where_the_tree_has_the_prefix() -> None:
-    """The tree lost its window pages; whoever computes the prompt again brings them back."""
+    """The tree has lost its window pages. Whoever computes the prompt again gives it new ones."""
     books = windowed(4, 8)
     tokens = tokens_from(0, 24)
     books.run_plain(tokens)
@@ -187,7 +187,7 @@ def test_a_match_stops_where_a_sequence_can_start() -> None:
     kv = books.begin(None, tokens_from(0, 60))
     for length in (20, 40):
         books.fill(kv, length, keep_len=0)
-    books.sessions.finish(kv, tokens_from(0, 40))  # whole pages 0..9, window pages from 8 on
+    books.sessions.finish(kv, tokens_from(0, 40))  # pages 0..9, window pages from 8 on
     books.check()
     assert books.match(None, tokens_from(0, 60)).prefix_len == 40
     for length in (39, 36, 20):
@@ -199,7 +199,7 @@ def test_eviction_takes_the_oldest_unheld_window_pages_only() -> None:
     books = windowed(4, 8, num_window_pages=32)
     for first in (0, 1000, 2000):
         books.run_plain(tokens_from(first, 16))
-    books.begin(None, tokens_from(0, 17))  # uses the oldest again, and holds what it sees of it
+    books.begin(None, tokens_from(0, 17))  # uses the oldest again, holds what it sees
     assert (books.window_accounts().cached, books.window_accounts().protected) == (10, 2)
     assert books.prefixes.evict_window(1) == 4, "a node's as a whole"
     books.check()

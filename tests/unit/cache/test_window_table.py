@@ -1,4 +1,4 @@
-"""WindowTable: entries, limits and counts agree whatever is forgotten and cut."""
+"""WindowTable: entries, limits and counts agree whatever pages are forgotten or cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def pages_of(*numbers: int) -> PageArray:
 
 
 def table_with_gap() -> WindowTable:
-    """Twelve pages: 0 and 1 have left the window, 2 and 3 are kept for a rollback, 4 to 8 are gone behind them."""
+    """A table of twelve pages. 0 and 1 have left the window, 2 and 3 are kept for a rollback, 4 to 8 are gone."""
     table = WindowTable()
     table.grow(pages_of(*range(100, 112)))
     table.forget(0, 2)
@@ -53,7 +53,7 @@ def test_private_pages_are_counted_without_a_walk(num_protected: int) -> None:
 
 @pytest.mark.parametrize("keep", range(13))
 def test_a_cut_caps_every_limit(keep: int) -> None:
-    """Otherwise pages that come later would count as gone, or what is gone be freed again."""
+    """Otherwise later pages would count as gone, or pages that are gone would be freed again."""
     table = table_with_gap()
     table.cut(keep)
     limits = (table.num_pages, table.first, table.gap_start, table.gap_end)

@@ -1,4 +1,4 @@
-"""What a RayService may say, as far as it is KubeRay's own: the fields of its v1 API, as of KubeRay 1.5.1 to 1.6 (API
+"""What a RayService may contain as far as KubeRay defines it: the fields of its v1 API, as of KubeRay 1.5.1 to 1.6 (API
 reference, RayService and RayCluster). Types of Kubernetes inside it are left to Kubernetes' own schema."""
 
 from __future__ import annotations

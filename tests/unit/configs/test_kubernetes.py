@@ -1,4 +1,4 @@
-"""configs/kubernetes/ says what KubeRay, Kubernetes, Ray Serve and Kedge understand, and its parts fit each other."""
+"""KubeRay, Kubernetes, Ray Serve and Kedge understand configs/kubernetes/, and its parts match each other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def service() -> Json:
 
 @pytest.fixture
 def args(service: Json, tmp_path: Path) -> AppArgs:
-    """As `serve run` would take them, with a model that is there; raises SettingsError."""
+    """The application's settings as `serve run` would read them, but with an existing model. Raises SettingsError."""
     config = tmp_path / "serve.yaml"
     config.write_text(service["spec"]["serveConfigV2"].replace(MODEL, str(BUILT_IN)))
     (application,) = check_file(str(config))
@@ -47,7 +47,7 @@ def pods(service: Json) -> dict[str, Json]:
 
 
 def check_service(service: Json) -> None:
-    """Raises a ValidationError of KubeRay's fields, or of Kubernetes' in the pods."""
+    """Raises ValidationError if KubeRay, or Kubernetes for the pods, does not know a field or its value."""
     jsonschema.validate(service, RAY_SERVICE)
     for template in pods(service).values():
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **template}
@@ -132,7 +132,7 @@ def test_paths_of_the_settings_are_mounted(service: Json, args: AppArgs) -> None
     assert f"path: {MODEL}\n" in service["spec"]["serveConfigV2"]
     for template in pods(
         service
-    ).values():  # Ray Serve builds the application, which looks for the model, anywhere
+    ).values():  # Ray Serve builds the application on any node, which looks for the model
         (each,) = template["spec"]["containers"]
         assert str(Path(MODEL).parent) in {mount["mountPath"] for mount in each["volumeMounts"]}
     assert args.cache.disk_path in mounts

@@ -14,7 +14,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
-    """For tests that use it as it is meant to be used; those that harm one start their own."""
+    """A Redis for tests that do it no harm. Tests that kill or pause a server start their own."""
     server = RedisServer()
     yield server
     server.stop()

@@ -1,4 +1,4 @@
-"""A master, its replicas and a Sentinel for tests: real processes, on loopback ports of their own."""
+"""A Redis master, its replicas and a Sentinel for tests. All are real processes on loopback ports of their own."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from controllers.settings import RedisLogSettings
 SERVER, SENTINEL = shutil.which("redis-server"), shutil.which("redis-sentinel")
 SERVICE = "kedge-master"
 SILENCE_MS = 2000
-"""After which the Sentinel takes the master for dead. With half a second, on a busy machine, it changed masters while
-another replica was still copying, and made that one the next: everything was lost."""
+"""After this silence the Sentinel takes the master for dead. With half a second, on a busy machine, the Sentinel once
+replaced the master while another replica was still copying. It then made that replica the next master, and all data was
+lost."""
 LONGEST_S = 60.0
-"""For servers to find each other, or to agree on a master."""
+"""How long servers may take to find each other or to agree on a master."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -35,7 +36,8 @@ def free_ports(count: int) -> list[int]:
 
 
 class WatchedRedis:
-    """Runs once made: `servers` by port, the first of them the master, and a Sentinel that needs no other's consent.
+    """A master, its replicas and a Sentinel that needs no other's consent. They run as soon as this is made. `servers`
+    is by port, the master first.
 
     Skips the test where Redis is not installed.
     """
@@ -65,7 +67,7 @@ class WatchedRedis:
         return RedisLogSettings(url, "log", wait_replicas, 900)
 
     def master(self) -> int:
-        """The port of the one that the Sentinel names."""
+        """The port of the server that the Sentinel names as master."""
         state = self._sentinel().sentinel_masters()[SERVICE]
         return int(state["port"])
 
@@ -77,7 +79,7 @@ class WatchedRedis:
         self.servers[port].send_signal(signal.SIGSTOP)
 
     def go_on(self, port: int) -> None:
-        """Returns once the server is a replica of the new master, and has what that has."""
+        """Resumes a paused server. Returns once it is a replica of the new master and has that master's data."""
         self.servers[port].send_signal(signal.SIGCONT)
         self._until(lambda: self._follows(port))
 
@@ -108,7 +110,7 @@ class WatchedRedis:
         raise AssertionError(f"{command[0]} ended")
 
     def _follows(self, port: int) -> bool:
-        """Whether the server is a replica that has what its master has."""
+        """Whether the server is a replica that is in sync with its master."""
         with redis.Redis(port=port) as client:
             replication: dict[str, object] = client.info("replication")
         return replication.get("master_link_status") == "up"

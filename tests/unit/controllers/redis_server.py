@@ -1,4 +1,5 @@
-"""A real Redis for tests: on a socket file of its own, keeping every write, or nothing at all."""
+"""A real Redis for tests, on a socket file of its own. The test chooses by options whether it keeps every write or
+nothing."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from controllers.settings import RedisLogSettings
 PROGRAM = shutil.which("redis-server")
 START_TIMEOUT_S = 20.0
 CLUSTER = "cluster"
-"""The only one that writes, where a test needs no other."""
+"""The name of the only cluster that writes, where a test needs no other."""
 
 
 class RedisServer:
-    """Runs once made. Skips the test where Redis is not installed."""
+    """A Redis that runs as soon as this is made. Skips the test where Redis is not installed."""
 
     def __init__(self, *options: str) -> None:
         if PROGRAM is None:
@@ -41,11 +42,11 @@ class RedisServer:
         raise AssertionError("redis-server ended")
 
     def log(self, name: str | None = None) -> RedisLogSettings:
-        """Of a log that nobody has used, unless it has a name."""
+        """Settings for a log. Without `name` nobody has used the log before."""
         return RedisLogSettings(self.url, name or uuid.uuid4().hex)
 
     def client(self) -> redis.Redis:
-        """For looking behind the store's back."""
+        """A client that looks into Redis past the store."""
         return redis.Redis.from_url(self.url)
 
     def pause(self) -> None:

@@ -1,4 +1,4 @@
-"""What histories are kept in, for session books without an engine."""
+"""Makes the token chains in which session books keep their histories, for tests without an engine."""
 
 from __future__ import annotations
 

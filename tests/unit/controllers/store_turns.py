@@ -24,13 +24,13 @@ def history_of(store: SessionStore, session_id: str = "s") -> list[int]:
 
 
 def append_turn(store: SessionStore, record: TurnRecord) -> None:
-    """One turn alone. Raises what the log refuses it with."""
+    """Appends one turn alone. Raises the log's refusal."""
     (refusal,) = store.append_turns([record])
     _raise(refusal)
 
 
 def commit_turn(cluster: Cluster, record: TurnRecord) -> None:
-    """One turn alone. Raises what the controller refuses it with."""
+    """Commits one turn alone. Raises the controller's refusal."""
     (refusal,) = cluster.commits.commit([record])
     _raise(refusal)
 

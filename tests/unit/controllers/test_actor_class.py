@@ -1,4 +1,4 @@
-"""Ray's class of the controller's actor, as a process of another version reads it."""
+"""The Ray class of the controller's actor, as a process of another version loads it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ NAMED_ELSEWHERE = {
     "controllers.deployments",
     "controllers.open_store",
 }
-"""Modules that the class names, its own among them. All are in the version before: who adds one must see to that."""
+"""The modules that the class refers to, its own included. The version before must have all of them, so nobody may add
+one that it lacks."""
 
 LOAD = """
 import inspect
@@ -40,8 +41,8 @@ def class_as_ray_keeps_it() -> bytes:
 
 
 def test_the_actors_class_loads_where_its_methods_are_unknown(tmp_path: Path) -> None:
-    """It did not, and Ray put a stand-in there whose methods take no positional arguments: every call of a replica or
-    front end of the version before was a TypeError."""
+    """The class used not to load there. Ray then used a stand-in whose methods take no positional arguments, and every
+    call by a replica or front end of the version before was a TypeError."""
     package = tmp_path / "controllers"
     package.mkdir()
     (package / "__init__.py").write_text(f"__path__.append({str(ROOT / 'controllers')!r})\n")

@@ -1,4 +1,5 @@
-"""Turns committed together through the controller's own methods: one transaction, and each as if it had come alone."""
+"""Turns that the controller's own methods commit together: one transaction, but each turn is treated as if it came
+alone."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def store_of(controller: ClusterController) -> SqliteSessionStore:
 
 
 def statements(controller: ClusterController) -> Counter[str]:
-    """By their first words; counts on."""
+    """Counts SQL statements by their first word, from now on."""
     counts: Counter[str] = Counter()
     store_of(controller)._connection.set_trace_callback(lambda text: counts.update([text.split(" ")[0]]))
     return counts
@@ -63,7 +64,7 @@ def history(controller: ClusterController, session_id: str) -> list[int]:
 async def test_turns_that_come_together_are_one_transaction(
     controller: ClusterController, count: int
 ) -> None:
-    """Each had one of its own: with `full_sync` that many flushes of the disk."""
+    """Each turn used to have its own transaction. With `full_sync` that was one flush of the disk for each turn."""
     names = [f"s{number}" for number in range(count)]
     for name in names:
         await controller.open_session(name)
@@ -102,7 +103,7 @@ async def test_one_bad_turn_does_not_spoil_the_others(controller: ClusterControl
 
 
 async def test_turns_of_one_session_in_one_group_follow_each_other(controller: ClusterController) -> None:
-    """A repetition beside the first try, the next turn, and a rewind of both."""
+    """The group has a first try and its repetition, the next turn, and a rewind of both."""
     await controller.open_session("s")
     records = [turn("s", 0), turn("s", 0), turn("s", 1, 3, 4), turn("s", 2, 5, start_len=1), turn("s", 2, 6)]
     told = await asyncio.gather(*(outcome(controller, record) for record in records))
@@ -114,10 +115,10 @@ async def test_turns_of_one_session_in_one_group_follow_each_other(controller: C
 
 
 async def test_a_turn_that_waits_is_fenced_when_it_is_written(controller: ClusterController) -> None:
-    """What comes in between is as if it had come before: a move, a close, a fork, an opening."""
+    """A move, a close or a fork that comes before the write counts as if it had come before the turn."""
     opened = {name: await controller.open_session(name) for name in "stuv"}
     waiting = [asyncio.create_task(outcome(controller, turn(name, 0))) for name in "stuv"]
-    await asyncio.sleep(0)  # each has asked, and none is written
+    await asyncio.sleep(0)  # all turns wait, and none is written
     await controller.drain_replica(opened["s"].replica_id)
     assert await controller.offer_session("s", 1, opened["s"].replica_id)
     assert await controller.close_session("t")
@@ -145,7 +146,8 @@ async def test_a_disk_that_fails_is_told_to_all_and_leaves_no_trace(controller: 
 
 
 async def test_a_turn_that_cannot_be_written_fails_alone(controller: ClusterController) -> None:
-    """Its row is there already, as nothing of ours leaves it: others of its group wait for nobody to mend that."""
+    """The turn's row exists already, which our code never leaves so. The other turns of its group must not fail or wait
+    for it."""
     for name in "st":
         await controller.open_session(name)
     store_of(controller)._connection.execute("INSERT INTO turns VALUES ('s', 0, 0, x'00')")

@@ -1,4 +1,4 @@
-"""A server that does not answer is asked seldom and briefly, and noticed at once when it is back."""
+"""A server that does not answer is asked seldom and briefly. Its return is noticed at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CALL_S = 1.0
 
 
 class Server:
-    """Answers a probe after `takes_s`, if that is in time."""
+    """A server that answers a probe after `takes_s`, if the probe waits that long."""
 
     def __init__(self, clock: ManualClock) -> None:
         self._clock = clock
@@ -63,7 +63,7 @@ def test_a_return_is_noticed_with_the_next_probe() -> None:
 
 
 def test_a_slow_server_is_found_too() -> None:
-    """One that takes longer than a probe may, and less than a call may, would be away for ever."""
+    """A server that takes longer than a probe may, but less than a call may, would otherwise count as away forever."""
     breaker, server, clock = opened()
     server.takes_s = (PROBE_S + CALL_S) / 2
     tries = 0

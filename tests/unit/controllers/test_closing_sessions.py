@@ -1,4 +1,4 @@
-"""A close that waits for a turn is in the log: whoever owns the session carries it out, or the controller does."""
+"""The log records that a close waits for a turn. The session's next owner carries it out, or the controller does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Place = Callable[[], SessionStore]
 
 @pytest.fixture
 def book(clock: ManualClock) -> SessionController:
-    """Of the next owner, which holds the session from the log."""
+    """The session book of the next owner, which has the session from the log."""
     book = SessionController(clock, TIMEOUT_S, make_chain=make_chain)
     book.adopt(SessionRecord("s", "", 2, "b", closes_after="k"))
     return book
@@ -96,7 +96,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock) ->
 
 
 class World:
-    """A cluster of "a" and "b", with a session "s" at `opened`. Its log is on disk."""
+    """A cluster of "a" and "b" with a session "s", whose owner is `opened`. Its log outlives restarts."""
 
     def __init__(self, place: Place, clock: ManualClock) -> None:
         self._place = place
@@ -118,7 +118,8 @@ class World:
         self.cluster.heartbeat(ReplicaStatus(replica_id, 1000, 1000), held)
 
     def wait(self, seconds: float, owner: Assignment | None = None) -> list[str]:
-        """What is ended meanwhile. `owner` reports all the time that it holds the session in a turn."""
+        """Lets time pass. Returns the sessions that end meanwhile. `owner` keeps reporting that the session has a
+        turn."""
         ended = []
         for _ in range(int(seconds)):
             self._clock.advance(1.0)
@@ -147,14 +148,14 @@ def world(place: Place, clock: ManualClock) -> Iterator[World]:
 
 
 def closing(world: World) -> Assignment:
-    """Its owner has accepted a close in a turn."""
+    """Lets the session's owner accept a close during a turn. Returns the owner."""
     world.report(world.opened)
     world.cluster.close_after("s", world.opened.epoch, "k")
     return world.opened
 
 
 def test_the_next_owner_is_told(world: World) -> None:
-    """It went on as if nobody had closed it: until its idle timeout, and for any turn."""
+    """The session used to go on as if nobody had closed it, until its idle timeout and for any turn."""
     former = closing(world)
     world.cluster.report_unreachable(former.replica_id, True)
     owner = world.cluster.resolve("s", False, "")
@@ -186,7 +187,7 @@ def test_the_turn_that_it_waits_for_is_committed_all_the_same(world: World) -> N
 
 
 def test_it_stays_where_its_turn_is(world: World) -> None:
-    """Its owner drains, and offers it."""
+    """The owner drains and offers the session."""
     owner = closing(world)
     world.cluster.drain_replica(owner.replica_id)
     assert not world.cluster.offer_session("s", owner.epoch, owner.replica_id)

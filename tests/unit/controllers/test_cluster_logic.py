@@ -27,7 +27,7 @@ IDLE_S = 100.0
 
 
 class WallClock:
-    """Unix time, which may also step."""
+    """Unix time that a test can set forward or back."""
 
     def __init__(self, timer: ManualClock) -> None:
         self._timer = timer
@@ -41,7 +41,7 @@ class WallClock:
 
 
 class World:
-    """A cluster, its log and its clock. `restart` is what a crash of the controller's process does."""
+    """A cluster, its log and its clock. `restart` has the effect of a crash of the controller's process."""
 
     def __init__(self, path: Path, clock: ManualClock) -> None:
         self.clock = clock
@@ -66,7 +66,8 @@ class World:
         return Cluster(settings, self.store, self.wall, self.clock)
 
     def beat(self, *replica_ids: str, free_tokens: int = 1000, draining: bool = False) -> None:
-        """Heartbeats. One that hears that it counts as gone registers again, as replicas do."""
+        """Heartbeats of these replicas. As real ones do, a replica that hears that it counts as gone registers
+        again."""
         for replica_id in replica_ids:
             status = ReplicaStatus(replica_id, free_tokens, 1000, draining=draining)
             if not self.cluster.heartbeat(status, []).known:
@@ -146,7 +147,7 @@ def test_resolve_creates_on_request(world: World) -> None:
 
 
 def test_an_id_is_each_tenants_own(world: World) -> None:
-    """A tenant was told that an id exists which another had taken, and could not have it."""
+    """A tenant could not use an id that another tenant had, and the refusal told it that the id exists."""
     _open(world, tenant="acme")
     for tenant in ("", "other"):
         with pytest.raises(SessionNotFound):
@@ -236,7 +237,8 @@ def test_a_lost_owner_is_not_asked_even_if_nobody_else_is_there(world: World) ->
 
 
 def test_a_draining_owner_hands_its_sessions_over_itself(world: World) -> None:
-    """The controller knows of turns in flight what the last heartbeat said: it moves nothing under the owner."""
+    """The controller knows of turns in flight only what the last heartbeat said, so it does not move a session by
+    itself."""
     opened = _open(world)
     status = ReplicaStatus(opened.replica_id, 1000, 1000)
     world.cluster.drain_replica(opened.replica_id)
@@ -262,7 +264,8 @@ def test_a_draining_owner_keeps_sessions_nobody_else_can_take(world: World) -> N
 
 
 def test_a_replica_that_drains_gets_no_session_whatever_it_says(world: World) -> None:
-    """The fault: it registered again by its heartbeat as the emptiest one, and attracted sessions until it was gone."""
+    """Such a replica used to register again by its heartbeat as the emptiest one. It then got sessions until it was
+    gone."""
     world.cluster.drain_replica("a")
     world.beat("a", free_tokens=9000)
     world.cluster.register_replica(ReplicaStatus("a", 9000, 9000))
@@ -277,10 +280,10 @@ def test_sessions_of_one_that_said_farewell_move(world: World) -> None:
 
 
 def test_a_step_of_the_wall_clock_moves_nothing(world: World) -> None:
-    """An 11 s step moved 180 of 200 sessions onto one replica."""
+    """A step of 11 s used to move 180 of 200 sessions to one replica."""
     before = [_open(world, f"s{index}") for index in range(10)]
     world.wall.advance(11.0)
-    world.beat("b")  # who reports first would get what the others have
+    world.beat("b")  # the first to report would get the others' sessions
     for opened in before:
         resolved = world.cluster.resolve(opened.session_id, False, "")
         assert (resolved.replica_id, resolved.epoch) == (opened.replica_id, 1)
@@ -289,16 +292,17 @@ def test_a_step_of_the_wall_clock_moves_nothing(world: World) -> None:
 
 
 def test_a_pause_of_the_controller_is_held_against_nobody(world: World) -> None:
-    """Replicas could not be heard while it was frozen; calls that come before their heartbeats move no session."""
+    """The frozen controller could not hear replicas. Calls that come before the replicas' heartbeats move no
+    session."""
     before = [_open(world, f"s{index}") for index in range(10)]
     world.cluster.tick()
     world.clock.advance(60.0)
-    world.beat("b")  # who reports first would get what the others have
+    world.beat("b")  # the first to report would get the others' sessions
     for opened in before:
         assert world.cluster.resolve(opened.session_id, False, "").epoch == 1
     world.cluster.tick()
     assert {world.cluster.resolve(each.session_id, False, "").epoch for each in before} == {1}
-    # From here on it is there to hear them.
+    # From here on the controller is there to hear them.
     for _ in range(int(SILENCE_S) * 4 + 1):
         world.clock.advance(0.25)
         world.cluster.tick()
@@ -384,7 +388,7 @@ def test_a_turn_in_flight_never_expires(world: World) -> None:
 
 
 def test_what_a_live_owner_holds_is_its_own_to_expire(world: World) -> None:
-    """It may have begun a turn that the controller has not heard of."""
+    """The owner may have begun a turn that the controller has not heard of."""
     opened = _open(world)
     status = ReplicaStatus(opened.replica_id, 1000, 1000)
     world.clock.advance(IDLE_S * 2)
@@ -451,7 +455,7 @@ def test_a_failing_log_changes_no_ledger(world: World) -> None:
 
 
 def test_an_owner_that_is_known_is_told_without_the_log(world: World) -> None:
-    """A log that was away failed every lookup of a session that had not been used for half a minute."""
+    """While the log was away, every lookup of a session that had not been used for half a minute used to fail."""
     opened = _open(world)
     world.clock.advance(60)
     world.beat("a", "b")

@@ -1,4 +1,4 @@
-"""What the controller tells of itself: log, replicas, drains, and where a replica and the ledger disagree."""
+"""The controller's metrics: log, replicas, drains, and where a replica and the ledger disagree."""
 
 from __future__ import annotations
 

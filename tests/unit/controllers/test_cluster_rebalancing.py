@@ -1,4 +1,5 @@
-"""What the controller makes of the policy: who is offered where, what the log and the former owner learn of it."""
+"""What the controller does with the policy: who gets an offered session, and what the log and the former owner
+learn."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ SETTLED_S = 60
 
 
 class World:
-    """Session "s" is the crowded replica "a"'s, with two committed tokens and KV."""
+    """Replica "a" is crowded and owns session "s", which has two committed tokens and KV."""
 
     def __init__(self, path: Path, clock: ManualClock, rebalancing: RebalancingSettings | None) -> None:
         self.clock = clock
@@ -46,7 +47,7 @@ class World:
         return [entry for entry in self.cluster.sessions() if entry.replica_id == replica_id]
 
     def crowd(self) -> HeartbeatReply:
-        """Replica "a" is busy, "b" is not, and both have said so for long."""
+        """Replica "a" has reported for long that it is busy, and "b" that it is not."""
         for _ in range(SETTLED_S):
             self.clock.advance(1.0)
             self.beat("a", running=2, waiting=6)
@@ -89,7 +90,7 @@ def test_the_former_owner_is_refused_and_told_to_drop_it(world: World) -> None:
 
 
 def test_a_repeated_offer_moves_nothing_twice(world: World) -> None:
-    """The actor may die before its answer is out; the call is then made again."""
+    """The actor may die before its answer is out. The call is repeated then."""
     world.crowd()
     assert world.cluster.offer_session("s", 1, "a")
     with pytest.raises(StaleEpoch):
@@ -108,7 +109,8 @@ def test_only_the_owner_offers(world: World) -> None:
 
 
 def test_what_came_after_an_outage_does_not_count_as_a_load_that_lasted(world: World) -> None:
-    """The time in which the controller stood still was credited to the one who was the busier one right after it."""
+    """The time in which the controller stood still used to count as load of the replica that was busier right after
+    it."""
     for _ in range(SETTLED_S):
         world.clock.advance(1.0)
         world.cluster.tick()

@@ -1,4 +1,4 @@
-"""Turns that wait for the log together: who goes with whom, and what each is told."""
+"""Turns that wait for the log together: which turns form a group, and what each caller is told."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from controllers.records import TurnRecord
 
 
 class Writer:
-    """Notes the turns of each group by their index. While `held` no group gets its answer."""
+    """Notes the indexes of each group's turns. While it is held no group gets its answer."""
 
     def __init__(self) -> None:
         self.groups: list[list[int]] = []

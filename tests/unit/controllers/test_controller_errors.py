@@ -28,7 +28,7 @@ def test_every_error_survives_pickling(error_type: type[ControllerError]) -> Non
 
 
 def test_codes_are_distinct() -> None:
-    """A class without a code of its own is to clients what it derives from."""
+    """To clients, a class without a code of its own has the code of its base class."""
     codes = [error_type.code for error_type in _subclasses(ControllerError) if "code" in vars(error_type)]
     assert len(set(codes)) == len(codes)
 
@@ -47,7 +47,7 @@ def test_overloaded_keeps_its_estimate() -> None:
 
 
 def test_where_the_log_is_stays_in_the_server(tmp_path: Path) -> None:
-    """Clients were told the path of the log's file, or the address of its Redis, with what failed there."""
+    """Errors used to tell clients the path of the log's file or the address of its Redis."""
     path = tmp_path / "sessions.db"
     store = SqliteSessionStore(path)
     store.disconnect()

@@ -1,4 +1,5 @@
-"""The controller's own pauses, from its beginning on: nobody counts as silent for what it could not hear."""
+"""The controller's own pauses, from its start on: it takes no replica for silent because of a time when it could not
+hear."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def controller_at(path: Path, clock: ManualClock) -> ClusterController:
 async def test_a_pause_before_the_first_heartbeat_is_held_against_no_replica(
     tmp_path: Path, clock: ManualClock
 ) -> None:
-    """Time was attended from the first heartbeat on: replicas that had only registered were gone after such a pause."""
+    """The controller used to notice pauses only after the first heartbeat. Replicas that had only registered were gone
+    then."""
     controller = controller_at(tmp_path, clock)
     await controller.register_replica(ReplicaStatus("a", 1000, 1000))
     clock.advance(PAUSE_S)
@@ -34,7 +36,7 @@ async def test_a_pause_before_the_first_heartbeat_is_held_against_no_replica(
 
 
 async def test_a_pause_right_after_a_restart_moves_no_session(tmp_path: Path, clock: ManualClock) -> None:
-    """Nor is an owner gone that has not been heard of since the restart."""
+    """The owner is not gone either, although the controller has not heard of it since the restart."""
     controller = controller_at(tmp_path, clock)
     await controller.register_replica(ReplicaStatus("a", 1000, 1000))
     opened = await controller.open_session("s")
@@ -49,7 +51,7 @@ async def test_a_pause_right_after_a_restart_moves_no_session(tmp_path: Path, cl
 async def test_who_is_silent_while_the_controller_is_there_is_gone(
     tmp_path: Path, clock: ManualClock
 ) -> None:
-    """Its own ticks say that it is there."""
+    """The controller's own ticks show that it is there."""
     controller = controller_at(tmp_path, clock)
     await controller.register_replica(ReplicaStatus("a", 1000, 1000))
     deadline_s = clock() + SILENCE_S + 1.0

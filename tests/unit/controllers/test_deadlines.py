@@ -11,7 +11,7 @@ TIMES = st.integers(0, 20).map(float)
 
 
 class Watched:
-    """Deadlines of a few names; counts how often it is asked for one."""
+    """Deadlines of a few names. Counts how often a name's deadline is looked up."""
 
     def __init__(self) -> None:
         self.at_s: dict[str, float] = {}
@@ -29,7 +29,7 @@ class Watched:
 
 @given(st.lists(st.tuples(st.sampled_from(["watch", "later", "gone", "look"]), NAMES, TIMES), max_size=60))
 def test_whoever_is_due_is_found(steps: list[tuple[str, str, float]]) -> None:
-    """Against a look at all of them. Names come back, deadlines move away without a word."""
+    """The reference looks at all names. Names come back, and deadlines move without notice."""
     watched = Watched()
     for what, name, at_s in steps:
         if what == "watch":

@@ -1,4 +1,5 @@
-"""The settings of the newest deployment count, in whatever order they are told, and after every restart."""
+"""The settings of the newest deployment count, in whatever order deployments announce themselves, and after every
+restart."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def log(request: pytest.FixtureRequest, tmp_path: Path) -> LogSettings:
 
 @pytest.fixture
 def reopen(log: LogSettings, clock: ManualClock) -> Iterator[Callable[[], SessionStore]]:
-    """The log, as a controller that has just been started again opens it."""
+    """Opens the log as a restarted controller does."""
     stores: list[SessionStore] = []
 
     def reopened() -> SessionStore:
@@ -56,7 +57,8 @@ def reopen(log: LogSettings, clock: ManualClock) -> Iterator[Callable[[], Sessio
 
 
 def test_an_earlier_deployment_never_comes_back(log: LogSettings, reopen: Callable[[], SessionStore]) -> None:
-    """Its replicas connect again while the new ones start; and Ray starts the actor with its first settings."""
+    """Replicas of the old deployment connect again while the new ones start. Ray restarts the actor with its first
+    settings."""
     deployments = Deployments(reopen(), log, OLD)
     assert deployments.settings == OLD
     assert deployments.announce(Deployment("old", OLD, log))
@@ -150,7 +152,7 @@ def test_another_log_is_refused_by_name(
 
 
 def passes(clock: ManualClock, controller: ClusterController, time_s: float) -> None:
-    """With a controller that is there all the time: what it sleeps through does not count."""
+    """Lets time pass while the controller ticks. Time that it sleeps through would not count."""
     for _ in range(int(time_s / TICK_S)):
         clock.advance(TICK_S)
         controller._cluster.tick()
@@ -159,7 +161,7 @@ def passes(clock: ManualClock, controller: ClusterController, time_s: float) -> 
 async def test_a_redeploy_takes_effect_and_keeps_sessions_and_replicas(
     log: LogSettings, clock: ManualClock
 ) -> None:
-    """The controller kept its first settings for as long as it lived."""
+    """The controller used to keep its first settings for its whole life."""
     controller = ClusterController(OLD, log, "cluster", clock=clock, timer=clock)
     await controller.announce(Deployment("old", OLD, log))
     await controller.register_replica(ReplicaStatus("a", 1000, 1000))

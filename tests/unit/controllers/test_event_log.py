@@ -1,4 +1,4 @@
-"""What watchers read of the controller: events behind a cursor, and the sessions that were used last."""
+"""What watchers read from the controller: events after a cursor, and the most recently used sessions."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_ring_is_bounded_and_who_is_late_misses_the_oldest() -> None:
 
 
 def test_a_cursor_of_another_controller_gets_everything() -> None:
-    """A controller that was started again counts from 1: readers missed its first events."""
+    """A restarted controller counts from 1, so readers used to miss its first events."""
     before = EventLog(lambda: 5.0)
     for _ in range(9):
         before.note("opened", "s")

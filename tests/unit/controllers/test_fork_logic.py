@@ -1,4 +1,4 @@
-"""Forks: a child begins with its parent's first tokens, wholly or not at all, and then goes its own way."""
+"""Forks: a child begins with its parent's first tokens, completely or not at all. After that the two are separate."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _tokens(store: SqliteSessionStore, session_id: str) -> list[int]:
 
 @pytest.fixture
 def parent(store: SqliteSessionStore) -> SqliteSessionStore:
-    """A parent of seven tokens in three turns, the second of which rewound."""
+    """A parent of seven tokens in three turns. The second turn rewound."""
     store.open(PARENT)
     _append(store, "p", 0, 0, [1, 2, 3, 4])
     _append(store, "p", 1, 2, [13, 14])
@@ -117,7 +117,7 @@ def _cluster(store: SqliteSessionStore, clock: ManualClock) -> Cluster:
 
 
 def _opened(cluster: Cluster) -> str:
-    """A parent of six tokens; gives its owner."""
+    """Opens a parent of six tokens. Returns its owner."""
     owner = cluster.open_session("p", "", 30.0, 99).replica_id
     commit_turn(cluster, TurnRecord("p", 1, 0, 0, encode_tokens(range(6)), 6))
     return owner
@@ -155,7 +155,8 @@ def test_a_repeated_fork_gives_the_same_child(cluster: Cluster) -> None:
 
 
 def test_a_child_whose_replica_died_follows_its_parent(cluster: Cluster) -> None:
-    """The replica died between the log and its answer: the repetition finds parent and child on the other one."""
+    """The replica died after the log's commit and before its answer. The repeated call finds both sessions at the new
+    owner."""
     owner = _opened(cluster)
     order = ForkOrder("c", "k", 4)
     cluster.fork_session("p", 1, owner, order)
@@ -256,7 +257,7 @@ def test_refused_forks(sessions: SessionController) -> None:
 
 
 def test_a_tenant_takes_no_more_of_the_log_than_it_may(store: SqliteSessionStore, clock: ManualClock) -> None:
-    """A tenant could take every slot for ever, and fill the log by forking."""
+    """A tenant could take every slot forever, and fill the log with forks."""
     settings = ClusterSettings(max_timeout_s=60.0, tenant_sessions=3, tenant_history_tokens=16)
     cluster = Cluster(settings, store, clock, clock)
     cluster.register_replica(ReplicaStatus("a", 1000, 1000))

@@ -1,4 +1,4 @@
-"""What an encrypted session log takes, and what it refuses."""
+"""What an encrypted session log accepts and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Logs that the version before has written are read and gone on with; newer ones are refused by name.
+"""Logs of the version before are read and continued. Logs of newer versions are refused by name.
 
-`recorded/` holds such logs as they were: each session `s` of SESSION with two turns, and one that was closed.
+`recorded/` holds such logs unchanged. Each has the session `s` of SESSION with two turns, and a closed session.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from controllers.tokens import encode_tokens
 
 RECORDED = Path(__file__).parent / "recorded"
 KEY = "tenant s"
-"""What versions before named "s", as its client does."""
+"""The key of the session that earlier versions stored as "s", the client's name for it."""
 MODEL = ModelFingerprint("tokenizer", "weights", "template")
 
 Place = Callable[[], SessionStore]
 
 
 def sqlite_log(path: Path) -> Path:
-    """The recorded file of layout 2."""
+    """Makes a file with the recorded content of layout 2."""
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript((RECORDED / "sqlite_layout_2.sql").read_text())
     return path
 
 
 def redis_log(server: RedisServer, name: str) -> None:
-    """The recorded keys of layout 1, under another name."""
+    """Writes the recorded keys of layout 1 to Redis, under another log name."""
     keys = json.loads((RECORDED / "redis_layout_1.json").read_text())
     with server.client() as client:
         for recorded, (kind, value) in keys.items():
@@ -68,7 +68,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 
 
 def as_it_was(server: RedisServer, name: str) -> None:
-    """The log as it was before turns were kept one by one."""
+    """Turns the log back into one from before turns were stored one by one."""
     with server.client() as client:
         for key in client.keys(f"kedge:{{{name}}}:turns:*"):
             tokens = [turn[START_BYTES:] for _, turn in sorted(client.hgetall(key).items())]
@@ -78,7 +78,7 @@ def as_it_was(server: RedisServer, name: str) -> None:
 
 @pytest.fixture(params=["sqlite", "redis"])
 def reopened(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """Opens one log, which is empty at first, again and again."""
+    """Opens the same log each time. At first it is empty."""
     if request.param == "sqlite":
         return lambda: SqliteSessionStore(tmp_path / "new.db")
     server = request.getfixturevalue("redis_server")
@@ -104,7 +104,7 @@ def test_a_log_of_the_layout_before_is_read_and_gone_on_with(place: Place) -> No
     )
     assert store.epoch_floor() == 1
     assert store.find(KEY).last_used_s == 1000.0
-    epoch = store.claim(KEY, "a").epoch  # in Redis it had no writer, and is no cluster's yet
+    epoch = store.claim(KEY, "a").epoch  # it had no writer in Redis, so no cluster yet
     assert store.load(KEY) == replace(record, epoch=epoch)
     (entry,) = list(store.load_all_entries())
     assert (entry.session_id, entry.tokens, entry.turns) == (KEY, 4, 2)
@@ -112,7 +112,7 @@ def test_a_log_of_the_layout_before_is_read_and_gone_on_with(place: Place) -> No
     for turn in (told_again, turn_of(2, 4, [5], model=MODEL, epoch=epoch)):
         append_turn(store, replace(turn, session_id=KEY))
     store.disconnect()
-    again = place()  # raised to this version's layout: one before would not know what it reads
+    again = place()  # raised to this layout: an older version would misread it
     assert (history_of(again, KEY), again.load(KEY).model) == ([1, 2, 3, 4, 5], MODEL)
     with pytest.raises(SessionNotFound):
         again.load("s")

@@ -1,4 +1,5 @@
-"""What the controller and a replica's session book do costs the same however many sessions there are: counted."""
+"""Operations of the controller and of a session book cost the same however many sessions there are. The cost is
+counted."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ COUNTS = pytest.mark.parametrize("count", [10, 3000])
 
 
 class NeverWalked(dict[Any, Any]):
-    """Nobody may look at all of it."""
+    """A dict that nobody may iterate over."""
 
     def _walked(self, *_: object) -> NoReturn:
         raise AssertionError("looked at all sessions")
@@ -81,7 +82,7 @@ def test_no_call_looks_at_all_sessions(cluster: Cluster, clock: ManualClock, nam
 def test_the_ledger_looks_at_those_that_may_have_expired(
     cluster: Cluster, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """It looked at every session, twice, each time anybody asked."""
+    """It used to look at every session, twice, for each question."""
     open_sessions(cluster, count)
     clock.advance(IDLE_S - 10)
     for number in range(3, count):
@@ -137,7 +138,7 @@ def test_a_session_book_looks_at_those_that_may_have_expired(
 
 
 def test_the_garbage_collector_looks_at_no_session(cluster: Cluster) -> None:
-    """With a million entries each of its full rounds stopped the controller for a second."""
+    """With a million entries, each full round of the garbage collector used to stop the controller for a second."""
     open_sessions(cluster, 100)
     commit_turn(cluster, turn_of(0, 0, [1], session_id="s0"))
     gc.collect()
@@ -147,7 +148,7 @@ def test_the_garbage_collector_looks_at_no_session(cluster: Cluster) -> None:
 
 @COUNTS
 def test_a_page_costs_its_own_length(cluster: Cluster, count: int) -> None:
-    """It was cut out of a copy of the whole ledger, by whoever asked."""
+    """A page used to be cut out of a copy of the whole ledger, whoever asked."""
     open_sessions(cluster, count)
     read: list[str] = []
 

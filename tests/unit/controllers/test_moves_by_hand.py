@@ -1,4 +1,4 @@
-"""A session goes to the replica that an operator names, or to the best of the others, if its owner asks for it."""
+"""A session goes to the replica that an operator names, or to the best other one, if its owner asks for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SILENCE_S = 9.0
 
 
 class World:
-    """Session "s" is "a"'s, with two committed tokens; "b" has less free KV than "c"."""
+    """Replica "a" owns session "s", which has two committed tokens. "b" has less free KV than "c"."""
 
     def __init__(self, path: Path, clock: ManualClock) -> None:
         self.clock = clock
@@ -42,7 +42,7 @@ class World:
         return entry.replica_id, entry.epoch
 
     def pass_silently(self, *beating: str) -> None:
-        """So long that all but these are gone."""
+        """Lets so much time pass that all replicas but these are gone."""
         for _ in range(int(SILENCE_S) + 2):
             self.clock.advance(1.0)
             self.cluster.tick()
@@ -79,7 +79,7 @@ def test_only_its_owner_may_have_it_moved(world: World) -> None:
     with pytest.raises(SessionNotFound):
         world.cluster.move_session("unknown", 1, "a", "c")
     world.cluster.move_session("s", 1, "a", "b")
-    with pytest.raises(StaleEpoch):  # the same call again
+    with pytest.raises(StaleEpoch):  # repeats the call
         world.cluster.move_session("s", 1, "a", "b")
     assert world.owner() == ("b", 2)
 

@@ -1,4 +1,4 @@
-"""A controller that starts while Redis is away waits for it; what is no matter of time is told at once."""
+"""A controller that starts while Redis is away waits for it. An error that waiting cannot cure is raised at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AWAY_S = 1.0
 
 
 def test_a_redis_that_comes_back_is_waited_for() -> None:
-    """The controller died, and was started again and again until it found Redis there."""
+    """The controller used to die, and was started again and again until Redis was there."""
     server = RedisServer()
     log = server.log()
     server.kill()

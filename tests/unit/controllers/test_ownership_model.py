@@ -1,8 +1,8 @@
 """Replicas, a controller and an unreliable world against a model: one owner at a time, no turn lost or half done.
 
 Replicas crash or are wrongly reported lost, sessions leave a crowded replica, front ends remember former owners, the
-controller restarts or pauses, routers drop replicas, replies get lost. Whatever happens, a turn that commits has seen
-the whole history committed before it.
+controller restarts or pauses, routers drop replicas, and replies get lost. In all cases, a committed turn has seen the
+whole history that was committed before it.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class OwnershipMachine(RuleBasedStateMachine):
 
     @rule(session_id=SESSIONS, remembers=st.booleans(), keep=st.none() | st.floats(0, 1))
     def begin(self, session_id: str, remembers: bool, keep: float | None) -> None:
-        """A front end sends a turn to the owner it knows of, which may no longer be the owner.
+        """A front end sends a turn to the owner that it remembers, which may no longer be the owner.
 
-        Session ids are used again: what is left of a closed session must not get into its namesake.
+        Session ids are used again. Remains of a closed session must not get into the next session of that name.
         """
         try:
             if not remembers or session_id not in self.remembered:
@@ -115,7 +115,7 @@ class OwnershipMachine(RuleBasedStateMachine):
             replica.turns.append(turn)
 
     def _offered(self, turn: Turn, replica: Replica) -> bool:
-        """True if the session is another replica's now; the turn has ended then."""
+        """Offers the session. Returns True if it now belongs to another replica, which ends the turn here."""
         try:
             moved = self.cluster.offer_session(turn.session_id, turn.epoch, replica.replica_id)
         except SessionNotFound:
@@ -160,7 +160,7 @@ class OwnershipMachine(RuleBasedStateMachine):
         parent_id=SESSIONS, keep=st.floats(0, 1), fate=st.sampled_from(["made", "made", "crash", "retried"])
     )
     def fork(self, parent_id: str, keep: float, fate: str) -> None:
-        """The other session may begin as a fork. The replica may crash once the log holds the child."""
+        """Makes the other session a fork. The replica may crash after the log has the child."""
         child_id = "t" if parent_id == "s" else "s"
         replica = next((r for r in self.replicas if r.sessions.epoch(parent_id) is not None), None)
         if replica is None:
@@ -244,7 +244,7 @@ class OwnershipMachine(RuleBasedStateMachine):
             del self.histories[session_id]
 
     def _current_turns(self, replica: Replica) -> list[Turn]:
-        """Turns that could still commit, of a replica that was not silent."""
+        """The turns of this replica that can still commit. A replica that was silent has none."""
         epochs = {entry.session_id: entry.epoch for entry in self.cluster.sessions()}
         alive = any(status.replica_id == replica.replica_id for status in self.cluster.replicas())
         return [turn for turn in replica.turns if alive and epochs.get(turn.session_id) == turn.epoch]

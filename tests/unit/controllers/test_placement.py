@@ -24,7 +24,7 @@ def test_a_full_replica_is_better_than_none() -> None:
 
 
 def test_who_has_some_of_its_kv_wins_unless_another_has_twice_as_much_room() -> None:
-    """A conversation that is sent whole, and stored as a session of its own each time, went to the most free KV."""
+    """A conversation that is sent whole, and stored as a new session each time, used to go to the most free KV."""
     candidates = [Candidate("a", 100, 0, 9), Candidate("b", 200, 0, 0)]
     assert choose_replica(candidates, "a") == "a"
     assert choose_replica(candidates, "c") == "b", "it is gone"

@@ -1,4 +1,4 @@
-"""Moves go from busy to idle, are paid for by the crowding that they end, and come to an end themselves."""
+"""Sessions move from busy to idle replicas. The crowding that a move ends pays for it, and the moves come to an end."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from controllers.settings import RebalancingSettings
 MIN_GAP = 3.0
 TOKENS_PER_S = 1000.0
 SETTLED_S = 100 * AVERAGED_S
-"""After so long under one load the average is that load."""
+"""After so long under one load, the average equals that load."""
 SESSIONS = st.lists(st.integers(0, 3), min_size=1, max_size=20)
-"""Where each session is at first. All of them are in a turn always, so that a replica's load is their number."""
+"""The first owner of each session. All sessions are always in a turn, so a replica's load is the number of its
+sessions."""
 
 
 class World:
-    """Replicas that report to the policy; `owners` says which has each session."""
+    """Replicas that report to the policy. `owners` has the owner of each session."""
 
     def __init__(self, owners: list[int], min_gap: float = MIN_GAP) -> None:
         self.clock = ManualClock()
@@ -41,7 +42,7 @@ class World:
         return [name for name in self.names if name != owner]
 
     def beat(self, after_s: float) -> dict[str, bool]:
-        """Who is crowded."""
+        """Reports the load of all replicas. Returns which of them are crowded."""
         self.clock.advance(after_s)
         loads = self.loads
         return {name: self.policy.report(name, loads[name], self.takers(name)) for name in self.names}
@@ -93,7 +94,7 @@ def test_a_move_never_makes_the_other_the_busier_one_and_moves_end(
 def test_under_a_load_that_stays_sessions_move_once_and_for_less_than_they_lost(
     owners: list[int], kv_tokens: int, rng: random.Random
 ) -> None:
-    """Heartbeats come every second and averages lag behind; turns begin at any moment."""
+    """Heartbeats come every second, averages lag behind, and turns begin at any moment."""
     world = World(owners)
     moves: Counter[int] = Counter()
     lost_s = 0.0
@@ -129,10 +130,10 @@ def test_a_peak_that_passes_moves_nothing() -> None:
 
 
 def test_a_long_history_waits_until_the_crowding_has_cost_as_much() -> None:
-    """Six turns more than the other: three seconds of turns are lost each second."""
+    """One replica has six turns more than the other, so each second three seconds of turns are lost."""
     world = two_replicas(6, 0)
     world.beat(SETTLED_S)
-    world.policy.moved("r0", "r1", int((MOST_CREDIT_S - MOVE_S) * TOKENS_PER_S))  # all the credit
+    world.policy.moved("r0", "r1", int((MOST_CREDIT_S - MOVE_S) * TOKENS_PER_S))  # takes all the credit
     world.beat(0.0)
     waited_s = 0
     while not world.turn_begins(0, kv_tokens=20_000):
@@ -162,8 +163,8 @@ def test_an_idle_newcomer_is_found_at_once() -> None:
 
 
 def test_a_load_that_has_just_been_heard_of_is_no_reason_to_move() -> None:
-    """A controller that was killed again and again moved sessions that were busy for a moment: three of 335 turns
-    computed their history again."""
+    """A controller that was killed again and again used to move sessions of replicas that were busy for a moment. Three
+    of 335 turns computed their history again."""
     world = two_replicas(busy=8, idle=1)
     moved = False
     for _ in range(int(AVERAGED_S)):

@@ -1,4 +1,4 @@
-"""The simulation's model of Redis answers what a real one answers, to the commands that the session log uses."""
+"""The simulation's model of Redis answers the session log's commands as a real Redis does."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def answer_of(connection: redis.Connection, words: Words) -> Any:
 
 
 def plain(reply: Any) -> Any:
-    """Errors by their kind; sets, whose order is nobody's, sorted."""
+    """The reply in a form that can be compared: errors by kind, and sets sorted, because they have no order."""
     match reply:
         case redis.exceptions.NoScriptError():
             return "NOSCRIPT"
@@ -109,7 +109,7 @@ def test_the_model_answers_as_redis_does(real: redis.Connection, seed: int) -> N
             got = error
         expected = plain(answer_of(real, words))
         if isinstance(got, ReplyError) and isinstance(expected, str) and expected != "WRONGTYPE":
-            continue  # both refuse it; how scripts fail is told in other words
+            continue  # both refuse it; the texts of script errors differ
         assert plain(got) == expected, (number, words)
         left = {key: plain(answer_of(real, [b"EXISTS", key])) for key in KEYS}
         assert {key: model.execute([b"EXISTS", key]) for key in KEYS} == left, (number, words)
@@ -128,7 +128,7 @@ def test_keys_end_when_their_time_is_over() -> None:
 def test_the_scripts_of_the_log_do_the_same(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every command of a store is played to both, answers and all."""
+    """Both get every command of a store, and must answer the same."""
     model, log = RedisModel(ManualClock()), redis_server.log()
     answers: list[tuple[Any, Any]] = []
     run = redis_log.RedisLog._run

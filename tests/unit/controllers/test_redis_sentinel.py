@@ -1,4 +1,4 @@
-"""A session log behind Sentinel: what was told as committed outlives the master, once, and in order."""
+"""A session log behind Sentinel: what was reported as committed survives the loss of the master, once and in order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def watched() -> Iterator[WatchedRedis]:
 
 
 def until_taken(change: Callable[[], object]) -> int:
-    """As a finished turn waits for the log: told again until it is there. Returns how often it failed."""
+    """Repeats the change until it succeeds, as a finished turn does that waits for the log. Returns the number of
+    failures."""
     deadline_s = time.monotonic() + LONGEST_S
     for failed in range(1_000_000):
         try:
@@ -42,7 +43,7 @@ def until_taken(change: Callable[[], object]) -> int:
 
 
 def opened(watched: WatchedRedis, wait_replicas: int) -> RedisSessionStore:
-    """A replica counts only a while after it has followed its master."""
+    """Opens the store. It retries, because a replica counts only some time after it began to follow its master."""
     stores: list[RedisSessionStore] = []
     until_taken(lambda: stores.append(RedisSessionStore(watched.log(wait_replicas), CLUSTER)))
     return stores[0]
@@ -82,7 +83,7 @@ def test_a_controller_that_starts_after_a_failover_finds_the_log(watched: Watche
 
 
 def until_fenced(store: RedisSessionStore) -> None:
-    """The former controller's connection breaks first."""
+    """Tries until the store raises that another one has taken over. The former controller's connection breaks first."""
     for index in range(3):
         try:
             append_turn(store, turn_of(1, 2, [3]))
@@ -92,7 +93,7 @@ def until_fenced(store: RedisSessionStore) -> None:
 
 
 def test_what_too_few_replicas_have_is_not_told_as_committed(redis_server: RedisServer) -> None:
-    """Nor when it is told again: that the master has it is not enough."""
+    """A repetition does not help: it is not enough that the master has the change."""
     named = redis_server.log()
     store = RedisSessionStore(named, CLUSTER)
     store.open(SESSION)

@@ -1,5 +1,5 @@
-"""What is Redis' of a session log there: which controller may write, what it is asked to keep, and what comes of its
-failures."""
+"""What is special about a session log in Redis: which controller may write, what Redis is asked to keep, and what its
+failures lead to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Changes = Sequence[tuple[Sequence[redis_log.Command], redis_log.Guards]]
 
 @pytest.fixture
 def own_server() -> Iterator[RedisServer]:
-    """To be killed or frozen; it keeps every write."""
+    """A server that a test may kill or freeze. It keeps every write."""
     server = RedisServer("--appendonly", "yes", "--appendfsync", "always")
     yield server
     server.stop()
@@ -36,7 +36,7 @@ def log(redis_server: RedisServer) -> RedisLogSettings:
 
 
 def test_the_last_controller_of_a_cluster_is_its_writer(log: RedisLogSettings) -> None:
-    """Whoever wrote before may be a controller that only seemed dead."""
+    """The former writer may be a controller that only seemed dead."""
     former = RedisSessionStore(log, CLUSTER)
     former.open(SESSION)
     store = RedisSessionStore(log, CLUSTER)
@@ -113,7 +113,7 @@ def test_what_is_committed_outlives_redis(own_server: RedisServer) -> None:
 
 
 def test_a_redis_that_came_back_empty_is_not_written_to() -> None:
-    """The ledger knows sessions that such a log does not have."""
+    """The ledger knows sessions that the empty log does not have."""
     server = RedisServer()
     try:
         store = RedisSessionStore(server.log(), CLUSTER)
@@ -128,7 +128,7 @@ def test_a_redis_that_came_back_empty_is_not_written_to() -> None:
 
 
 def after_probes(timer: ManualClock, work: Callable[[], object]) -> None:
-    """Does it as soon as the server is found back; on a busy machine that may take a patient probe."""
+    """Does the work once the server is found again. On a busy machine that may take one of the longer probes."""
     for _ in range(2 * circuit_breaker.PATIENT_EVERY):
         timer.advance(circuit_breaker.REST_S)
         with suppress(StoreError):
@@ -140,7 +140,7 @@ def after_probes(timer: ManualClock, work: Callable[[], object]) -> None:
 def test_a_frozen_redis_is_waited_for_once_and_its_return_is_seen(
     own_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every call waited for it in its turn, for two seconds each, and so did whoever asked the controller anything."""
+    """Each call used to wait for Redis in turn, for two seconds each, and so did everybody who asked the controller."""
     monkeypatch.setattr(redis_log, "TIMEOUT_S", 0.3)
     monkeypatch.setattr(circuit_breaker, "PROBE_S", 0.05)
     timer = ManualClock()
@@ -164,7 +164,7 @@ def test_a_frozen_redis_is_waited_for_once_and_its_return_is_seen(
 
 
 def test_a_redis_that_was_unreachable_is_probed_with_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A probe that is refused for what it may not do would keep the log away for ever."""
+    """If the probe were refused for lack of rights, the log would stay away forever."""
     monkeypatch.setattr(redis_log, "TIMEOUT_S", 0.3)
     monkeypatch.setenv(REDIS_PASSWORD, "secret")
     server = RedisServer("--requirepass", "secret")
@@ -235,7 +235,7 @@ def test_something_else_in_its_place_is_refused(redis_server: RedisServer, log: 
 
 
 def test_a_log_of_the_former_layout_is_taken_over(redis_server: RedisServer, log: RedisLogSettings) -> None:
-    """Its writer cannot know of claims, so it is fenced; what it wrote is for whoever needs it first."""
+    """Its writer cannot know of claims, so it is fenced. Its sessions go to whichever cluster needs them first."""
     store = RedisSessionStore(log, CLUSTER)
     store.open(SESSION)
     append_turn(store, turn_of(0, 0, [1, 2]))
@@ -280,7 +280,7 @@ def test_an_opening_that_a_failover_lost_is_made_up_for(
 def test_changes_whose_answers_are_lost_are_made_once(
     log: RedisLogSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """redis-py sends such a script again: the second time its guards fail."""
+    """redis-py may send such a script twice. The second time its guards fail."""
     store = RedisSessionStore(log, CLUSTER)
     once = redis_log.RedisLog.change_each
     told: list[Changes] = []
@@ -306,7 +306,7 @@ def test_changes_whose_answers_are_lost_are_made_once(
 def test_turns_in_a_group_share_their_round_trips(
     log: RedisLogSettings, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """One to read what they go on from, one to write: each turn had two of its own."""
+    """One trip reads what the turns go on from, one writes. Each turn used to have two trips of its own."""
     store = RedisSessionStore(log, CLUSTER)
     for number in range(count):
         store.open(replace(SESSION, session_id=f"s{number}"))
@@ -331,7 +331,7 @@ def test_turns_in_a_group_share_their_round_trips(
 def test_of_a_group_only_those_turns_are_told_again_in_whose_way_others_came(
     log: RedisLogSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another cluster takes one of the sessions between reading and writing. The rest is written once."""
+    """Another cluster takes one of the sessions between reading and writing. The other turns are written once."""
     store, other = RedisSessionStore(log, CLUSTER), RedisSessionStore(log, "other")
     names = ("s", "t", "u")
     for name in names:
@@ -387,7 +387,7 @@ def test_of_a_group_that_loses_its_answer_nobody_knows_and_repeating_it_changes_
 def test_what_comes_between_reading_and_changing_is_not_overwritten(
     log: RedisLogSettings, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    """Another cluster takes the session, opens a namesake, or closes one whose epoch was high."""
+    """Another cluster takes the session, opens one of the same name, or closes one with a high epoch."""
     store, other = RedisSessionStore(log, CLUSTER), RedisSessionStore(log, "other")
     store.open(SESSION)
     honest = redis_log.RedisLog.change_each

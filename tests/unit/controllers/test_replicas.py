@@ -1,4 +1,4 @@
-"""The state machine of replicas: what each observer tells, and what nobody can take back."""
+"""The state machine of replicas: what each observer reports, and what no report can undo."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def directory(clock: ManualClock) -> ReplicaDirectory:
 
 @pytest.fixture
 def live(directory: ReplicaDirectory) -> ReplicaDirectory:
-    """With a live replica "a"."""
+    """A directory with a live replica "a"."""
     directory.register(_status())
     return directory
 
@@ -38,8 +38,8 @@ def _placeable(directory: ReplicaDirectory) -> list[str]:
 
 
 def test_the_last_replica_gets_sessions_though_it_drains(live: ReplicaDirectory) -> None:
-    """Another was there when its drain began, and went. Its own sessions could go nowhere, so the drain never ended,
-    and the other's found no replica for ever (simulated seed 30894 of 12 turns)."""
+    """Another replica was there when the drain of "a" began, and then went. The sessions of "a" could go nowhere, so
+    the drain never ended, and the sessions of the other replica never found one (simulated seed 30894 of 12 turns)."""
     live.register(_status("b"))
     live.drain("a")
     assert _placeable(live) == ["b"]
@@ -50,7 +50,7 @@ def test_the_last_replica_gets_sessions_though_it_drains(live: ReplicaDirectory)
 
 
 def test_in_a_rolling_update_those_that_go_next_get_no_sessions(directory: ReplicaDirectory) -> None:
-    """The sessions of the first replica that went were handed to the next one that was to go, and computed twice."""
+    """The sessions of the first replica to go used to be handed to the next one to go, and were computed twice."""
     for name, settings_hash in (("old1", "x"), ("old2", "x"), ("new", "y")):
         directory.register(ReplicaStatus(name, 100, 100, settings_hash=settings_hash))
     assert _placeable(directory) == ["old1", "old2", "new"], "nothing says which of them will go"
@@ -125,7 +125,7 @@ def test_who_nobody_reaches_for_long_is_gone_though_it_is_heard(
 
 
 def test_one_slow_call_now_and_then_is_no_death(live: ReplicaDirectory, clock: ManualClock) -> None:
-    """A fork that takes 40 s: its call fails every 15 s, while the replica reports."""
+    """A fork takes 40 s, so its call fails every 15 s, while the replica reports."""
     for second in range(60):
         clock.advance(BEAT_S)
         assert live.heartbeat(_status())
@@ -163,7 +163,7 @@ def test_nothing_that_a_replica_says_ends_its_drain(
         live.register(_status("b"))
         assert live.state("a") is DRAINING
         assert _placeable(live) == ["b"]
-    # Frozen for so long that it counts as gone, it comes back to go on draining.
+    # A replica that was frozen until it counts as gone comes back and is still draining.
     clock.advance(TIMEOUT_S + 0.1)
     assert live.state("a") is GONE
     assert not live.heartbeat(_status())
@@ -185,7 +185,7 @@ def test_a_drain_is_over_with_death_silence_or_farewell(live: ReplicaDirectory, 
 
 
 def test_a_drain_is_not_forgotten_by_a_directory_that_has_just_begun(directory: ReplicaDirectory) -> None:
-    """It was: until its next heartbeat the replica got sessions, which it was to hand over at once."""
+    """The replica used to get sessions until its next heartbeat. It had to hand them over at once."""
     directory.drain("a")
     assert directory.state("a") is DRAINING
     directory.heartbeat(_status("a"))
@@ -221,8 +221,8 @@ NAMES = st.sampled_from(["a", "b", "c"])
 
 
 class DirectoryMachine(RuleBasedStateMachine):
-    """Any observers in any order: what drains gets no session while there is another, what is gone comes back by
-    registering only."""
+    """Observers act in any order. A draining replica gets no session while there is another one. A replica that is gone
+    comes back only by registering."""
 
     @initialize()
     def start(self) -> None:

@@ -86,7 +86,7 @@ def test_history_is_lent_not_copied(controller: SessionController) -> None:
 def test_a_turn_does_not_walk_the_history(
     controller: SessionController, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    """It reads nothing of it, and hashes the pages that it fills itself."""
+    """A turn reads nothing of the history, and hashes only the pages that it fills."""
     controller.adopt(_record(list(range(length))))
     hashed: list[int] = []
     hash_page = TokenChain._hash
@@ -105,7 +105,7 @@ def test_a_turn_does_not_walk_the_history(
 
 
 def test_a_history_takes_four_bytes_a_token_and_its_hashes(controller: SessionController) -> None:
-    """A list of Python's integers took forty, beside the chain's four."""
+    """A list of Python's integers took forty bytes a token, besides the chain's four."""
     record = _record(range(1_000_000))
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
@@ -216,7 +216,7 @@ def test_the_last_keys_are_kept(controller: SessionController) -> None:
 def test_turns_without_a_clients_key_push_out_no_answer_of_those_with_one(
     controller: SessionController,
 ) -> None:
-    """They did: a retry under its own key ran again once a client without keys had had eight turns."""
+    """Eight turns of a client without keys used to push out such an answer, so that its retry ran again."""
     controller.adopt(_record())
     _run_turn(controller, [1], [2], idempotency_key="mine")
     made = [f"call-{number:032x}" for number in range(KEPT_ANSWERS + 1)]

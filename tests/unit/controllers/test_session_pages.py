@@ -1,4 +1,4 @@
-"""The ledger in pages: every session once, in an order that stays, whatever comes and goes between two pages."""
+"""The ledger in pages: every session once, in a stable order, whatever comes and goes between two pages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ledger_of(keys: list[str]) -> OwnershipLedger:
 
 
 def pages(ledger: OwnershipLedger, tenant: str | None, limit: int) -> list[list[str]]:
-    """Until one is not full."""
+    """Reads pages until one is not full."""
     found: list[list[str]] = []
     while not found or len(found[-1]) == limit:
         after = found[-1][-1] if found else None
@@ -50,7 +50,7 @@ def test_pages_have_every_session_once(keys: list[str], tenant: str | None, limi
 def test_what_comes_and_goes_between_pages_moves_no_other(
     keys: list[str], come: list[str], go: list[str], limit: int
 ) -> None:
-    """Also where the session goes at which the next page begins, or its whole tenant."""
+    """This holds even if the session where the next page begins goes, or its whole tenant."""
     ledger, stayed = ledger_of(keys), set(keys).difference(go)
     listed: list[str] = []
     while page := ledger.page(None, listed[-1] if listed else None, limit):

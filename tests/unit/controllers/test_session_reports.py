@@ -1,4 +1,4 @@
-"""What replicas hold, as the ledger hears of it: changes only, whatever the channel and the controller come to."""
+"""How the ledger hears what replicas hold: only changes, whatever happens to the channel and the controller."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from controllers.turns import Turn
 IDLE_S = 50.0
 SILENCE_S = 10.0
 PART = 3
-"""Sessions in a report, here."""
+"""How many sessions a report has in these tests."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def _short_reports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Replica:
-    """A session book and what it tells, without an engine."""
+    """A session book and its reports, without an engine."""
 
     def __init__(self, replica_id: str, clock: ManualClock) -> None:
         self.status = ReplicaStatus(replica_id, 1000, 1000)
@@ -65,7 +65,7 @@ class Replica:
                 self.book.drop(name)
 
     def beat(self, cluster: Cluster) -> list[SessionReport]:
-        """Until everything is told, as a heartbeat does; the reports that it took."""
+        """Sends reports until everything is told, as a heartbeat does. Returns the reports."""
         reports = [self.report()]
         while True:
             reply = cluster.heartbeat(self.status, reports[-1])
@@ -100,13 +100,13 @@ class World:
         self.cluster = Cluster(config, self.store, self.clock, self.clock)
 
     def open(self, *names: str) -> None:
-        """At replica a, which holds them."""
+        """Opens these sessions at replica a, which then holds them."""
         for name in names:
             assert self.cluster.open_session(name, "", None, None).replica_id == "a"
         self.a.hold(*names)
 
     def told(self) -> dict[str, bool]:
-        """Of the sessions that their owner has said to hold, whether they are in a turn."""
+        """Whether each session is in a turn. Only sessions that their owner has reported are included."""
         return {
             each.session_id: each.in_turn for each in self.cluster.sessions() if each.reported_s is not None
         }
@@ -119,7 +119,7 @@ def world(clock: ManualClock, store: SqliteSessionStore) -> World:
 
 @pytest.mark.parametrize("held", [10, 1000])
 def test_a_heartbeat_costs_what_has_changed(world: World, monkeypatch: pytest.MonkeyPatch, held: int) -> None:
-    """Each second each replica told of each session, and 100,000 of them took most of the controller's time."""
+    """Each replica used to report every session each second. 100,000 of them took most of the controller's time."""
     names = [f"s{number}" for number in range(held)]
     world.open(*names)
     world.a.beat(world.cluster)
@@ -154,7 +154,7 @@ def test_everything_comes_in_parts(world: World) -> None:
 
 
 def test_an_idle_sessions_last_use_is_told_once(world: World) -> None:
-    """Its idle clock goes on in the ledger by itself."""
+    """The ledger runs the idle clock by itself."""
     world.open("s")
     world.a.beat(world.cluster)
     turn = world.a.book.begin_turn("s", 1)
@@ -174,9 +174,9 @@ def test_a_lost_report_is_made_good_by_the_next(world: World) -> None:
     world.open("s", "t")
     world.a.beat(world.cluster)
     turn = world.a.book.begin_turn("s", 1)
-    world.a.report()  # it never arrives
+    world.a.report()  # the report never arrives
     world.a.book.drop("t")
-    lost = world.a.report()  # its answer never arrives
+    lost = world.a.report()  # the answer never arrives
     world.cluster.heartbeat(world.a.status, lost)
     assert world.told() == {"s": True}
     assert isinstance(turn, Turn)
@@ -200,7 +200,7 @@ def test_a_report_that_comes_late_or_twice_changes_nothing(world: World) -> None
 
 
 def test_an_answer_confirms_only_what_its_report_had(world: World) -> None:
-    """The session changed again since, and the report that says so is lost."""
+    """The session has changed again since. The report with that change is lost."""
     world.open("s")
     world.a.beat(world.cluster)
     turn = world.a.book.begin_turn("s", 1)
@@ -226,7 +226,7 @@ def test_a_controller_that_has_just_started_asks_for_everything(world: World) ->
 
 
 def test_who_was_taken_for_gone_tells_everything_again(world: World) -> None:
-    """Meanwhile one of its sessions has moved. It hears which, and drops no other."""
+    """One of its sessions has moved meanwhile. The replica hears which one, and drops no other."""
     world.open("s", "t")
     world.a.beat(world.cluster)
     world.clock.advance(SILENCE_S + 1)
@@ -260,7 +260,8 @@ def test_of_what_it_owns_no_more_a_replica_hears_until_it_has_dropped_it(world: 
 
 
 def test_a_session_that_came_back_is_not_dropped_for_what_it_was(world: World) -> None:
-    """A replica held it at epoch 1, and owns it again: the former is stale, and it has not loaded the new one yet."""
+    """A replica held the session at epoch 1 and owns it again. What it holds is stale, but what it is about to load is
+    not."""
     world.open("s")
     world.a.beat(world.cluster)
     world.cluster.register_replica(world.b.status)
@@ -289,7 +290,7 @@ def test_nothing_is_kept_of_a_replica_that_is_gone(world: World) -> None:
 
 
 def test_a_session_whose_owner_was_lost_in_its_turn_has_its_whole_timeout(world: World) -> None:
-    """That it had a turn was told when that began, longer ago than the timeout."""
+    """The replica reported the turn when it began, longer ago than the timeout."""
     world.open("s")
     turn = world.a.book.begin_turn("s", 1)
     assert isinstance(turn, Turn)
@@ -316,8 +317,8 @@ def test_the_version_before_tells_everything_every_time(world: World) -> None:
 
 
 class LossyChannel(RuleBasedStateMachine):
-    """Heartbeats of two replicas over a channel that loses, repeats and delays them and their answers, to a controller
-    that is started again, moves and closes sessions, and takes replicas for gone."""
+    """Heartbeats of two replicas over a channel that loses, repeats and delays reports and answers. The controller
+    restarts, moves and closes sessions, and takes replicas for gone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -428,7 +429,7 @@ class LossyChannel(RuleBasedStateMachine):
 
     @rule()
     def comes_to_rest(self) -> None:
-        """A few heartbeats without trouble: then all is known, also when the former arrive."""
+        """After a few heartbeats without trouble everything is known, even if old reports arrive then."""
         for replica, turn in self.turns:
             replica.book.abort_turn(turn)
         self.turns.clear()

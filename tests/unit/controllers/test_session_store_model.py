@@ -1,4 +1,4 @@
-"""Each store against a model in memory: whatever turns, rewinds, moves, retries and crashes come, they agree."""
+"""Each store agrees with a model in memory, whatever turns, rewinds, moves, retries and crashes come."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ TOKENS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5)
 
 
 def _key(kind: str | None, turns: int) -> str | None:
-    """A client's, or as front ends make them."""
+    """The key of a client (`key`), or one as front ends make them."""
     return None if kind is None else f"{kind}{turns:032x}"
 
 
 class Place(Protocol):
-    """Where a log is kept."""
+    """A place where a log is kept."""
 
     def open(self) -> SessionStore: ...
 
     def take_over(self) -> SessionStore:
-        """The log as a process that was just killed leaves it."""
+        """Opens the log as a process leaves it that was just killed."""
 
     def histories(self, store: SessionStore) -> int:
-        """How many turns, segments and notes it has, of all sessions."""
+        """How many turns, segments and notes the log has, of all sessions together."""
 
     def remove(self) -> None: ...
 
@@ -139,7 +139,7 @@ class ModelSession:
         self.last_turn = record
 
     def kept(self) -> list[StoredResult]:
-        """The last of those whose clients named a key, and of the others."""
+        """The last answers under keys of clients, and the last of the others."""
         by_client = [result for result in self.results if result.idempotency_key.startswith("key")]
         others = [result for result in self.results if result not in by_client]
         kept = by_client[-KEPT_ANSWERS:] + others[-KEPT_ANSWERS:]
@@ -147,7 +147,7 @@ class ModelSession:
 
 
 def cut(notes: list[TurnNote], length: int) -> list[TurnNote]:
-    """Those whose input is part of the first `length` tokens, but for what opens the answer."""
+    """The notes of turns whose input is within the first `length` tokens. What opens the answer may be cut off."""
     return [
         replace(
             note,
@@ -229,7 +229,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(asked=st.lists(st.tuples(sessions, TOKENS, st.integers(-1, 1), KEYED), max_size=6))
     def turns_in_a_group(self, asked: list[tuple[str, list[int], int, str | None]]) -> None:
-        """Each goes on where those before it leave its session, or comes too early or too late by its number."""
+        """Each turn continues the session as the turns before it in the group leave it, or its number is too low or too
+        high."""
         group, follow = [], []
         for session_id, tokens, off, keyed in asked:
             session = self.model[session_id]

@@ -1,4 +1,4 @@
-"""What every session log does, whatever it is kept in."""
+"""The behaviour that every session log has, wherever it is kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from controllers.store import LogChanges, SessionStore
 from controllers.tokens import encode_tokens, unpack_tokens
 
 Place = Callable[[ManualClock], SessionStore]
-"""Opens the log there, the same one each time."""
+"""Opens the log of a place. It is the same log each time."""
 
 
 @pytest.fixture(params=["sqlite", "redis", "encrypted sqlite", "encrypted redis"])
@@ -145,7 +145,7 @@ def test_only_the_last_results_are_kept(store: SessionStore) -> None:
 
 @pytest.mark.parametrize("made", ["call-", "try-"])
 def test_answers_of_turns_without_a_clients_key_push_out_no_others(store: SessionStore, made: str) -> None:
-    """And the last turn's is always there: a takeover may ask for it."""
+    """The last turn's answer is always kept, because a takeover may ask for it."""
     store.open(SESSION)
     clients = [f"mine{number}" for number in range(KEPT_ANSWERS + 1)]
     others = [f"{made}{number:032x}" for number in range(2 * KEPT_ANSWERS)]
@@ -161,7 +161,8 @@ def test_answers_of_turns_without_a_clients_key_push_out_no_others(store: Sessio
 
 
 def test_turns_in_a_group_are_taken_or_refused_each_by_itself(store: SessionStore) -> None:
-    """As if one came after the other: also those of one session, told again, rewound, or past what is refused."""
+    """It is as if one came after the other. The group also has turns of one session: repeated, rewound, and after a
+    refusal."""
     for name in ("s", "t", "u"):
         store.open(replace(SESSION, session_id=name))
     append_turn(store, turn_of(0, 0, [1, 2], idempotency_key="k", result=b"first"))
@@ -320,7 +321,7 @@ def test_texts_and_bytes_of_every_kind(store: SessionStore) -> None:
 
 
 def test_an_answer_that_a_turn_without_a_note_cuts_ends_there(store: SessionStore) -> None:
-    """A note ended where the history did, behind what had replaced the rest of its answer."""
+    """The note used to end where the history did, past the tokens that had replaced the rest of its answer."""
     store.open(SESSION)
     append_turn(store, turn_of(0, 0, [1, 2, 3, 4], note=b"said"))
     append_turn(store, turn_of(1, 3, [9, 9]))

@@ -1,4 +1,4 @@
-"""The tools of a session are those of the turn that begins its history."""
+"""A session's tools are those of the turn that begins its history."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sessions(clock: ManualClock) -> SessionController:
 def run(
     sessions: SessionController, tools: str | None, session_id: str = "s", **options: object
 ) -> str | None:
-    """One turn; gives what is logged of its tools."""
+    """Runs one turn. Returns the tools that its record logs."""
     turn = sessions.begin_turn(session_id, 1, tools=tools, **options)
     assert isinstance(turn, Turn)
     record = sessions.prepare_commit(turn, [1, 2], [3], b"")

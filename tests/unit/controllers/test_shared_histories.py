@@ -1,4 +1,4 @@
-"""Sessions that were forked keep what they have in common once, and nothing that none of them has any more."""
+"""Forked sessions keep their common history once. What no session has any more is deleted."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from controllers.store import SessionStore
 from controllers.tokens import TOKEN_BYTES, encode_tokens
 
 Seen = Callable[[], bytes]
-"""Every byte that the log has somewhere."""
+"""Returns all bytes that the log stores."""
 
 TOKENS = [random.randrange(2**31, 2**32) for random in [Random(7)] for _ in range(600)]
-"""None of them comes twice, or by chance."""
+"""Random tokens, each of which occurs once. They are so large that they do not occur by chance."""
 CIPHERS = [LogCipher(), LogCipher([bytes(KEY_BYTES)], encrypts=True)]
 
 

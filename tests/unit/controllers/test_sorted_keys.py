@@ -33,7 +33,7 @@ def test_against_a_set(first: list[str], steps: list[tuple[bool, str]], after: s
 
 @pytest.mark.parametrize("count", [10, 1000, 100_000])
 def test_no_part_grows_with_the_set(count: int) -> None:
-    """So neither to add nor to begin to read in the middle costs more in a large one."""
+    """So neither adding a key nor starting to read in the middle costs more in a large set."""
     keys = SortedKeys()
     for number in range(count):
         keys.add(f"{number * 7919 % count:06}")

@@ -1,4 +1,4 @@
-"""What is SQLite's of a session log in a file."""
+"""What is special about a session log in an SQLite file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def store(path: Path, clock: ManualClock) -> Iterator[SqliteSessionStore]:
 
 
 def _crashed_copy(path: Path, folder: Path) -> Path:
-    """The files as a process killed right now would leave them."""
+    """Copies the files as a process would leave them that is killed right now."""
     folder.mkdir()
     for file in path.parent.iterdir():
         shutil.copy(file, folder / file.name)
@@ -46,13 +46,13 @@ def _crashed_copy(path: Path, folder: Path) -> Path:
 
 @contextmanager
 def _edit(path: Path) -> Iterator[sqlite3.Connection]:
-    """The file itself, behind the store's back."""
+    """Opens the file itself, past the store."""
     with closing(sqlite3.connect(path)) as connection, connection:
         yield connection
 
 
 def test_nobody_else_can_read_what_was_said(path: Path) -> None:
-    """The file was made with 0644, its folder with 0755."""
+    """The file used to be made with mode 0644, its folder with 0755."""
     former = os.umask(0o022)
     try:
         for _ in range(2):
@@ -63,7 +63,7 @@ def test_nobody_else_can_read_what_was_said(path: Path) -> None:
             assert found.pop(path.parent) == 0o700
             assert len(found) == 2, "the log and its write-ahead log"
             assert set(found.values()) == {0o600}
-            path.chmod(0o644)  # as a version before left it
+            path.chmod(0o644)  # as an earlier version left it
     finally:
         os.umask(former)
 
@@ -171,7 +171,7 @@ def test_a_failing_database_is_a_store_error(store: SqliteSessionStore) -> None:
 
 
 def test_an_append_does_not_depend_on_the_history(store: SqliteSessionStore) -> None:
-    """Writing a million tokens takes many milliseconds; a turn of 16 tokens after them must not."""
+    """Writing a million tokens takes many milliseconds. A turn of 16 tokens after them must not."""
     store.open(SESSION)
     append_turn(store, turn_of(0, 0, list(range(1_000_000))))
     took_s = []

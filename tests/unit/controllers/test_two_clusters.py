@@ -1,4 +1,5 @@
-"""Two clusters on one session log: a session belongs to the one that used it last, and the other is told."""
+"""Two clusters on one session log: a session belongs to the cluster that used it last, and the other cluster is
+told."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from controllers.tokens import unpack_tokens
 
 
 class Upgrade:
-    """A cluster that serves, and one that is started beside it."""
+    """The serving cluster, and one that is started beside it."""
 
     def __init__(self, server: RedisServer, clock: ManualClock) -> None:
         self.server = server
@@ -29,13 +30,13 @@ class Upgrade:
 
     @property
     def new(self) -> Side:
-        """Starts at its first use."""
+        """The new cluster, which starts at the first use."""
         if self._new is None:
             self._new = Side("new", self.server, self.log_name, self.clock)
         return self._new
 
     def gone(self, name: str) -> None:
-        """As when a cluster has not swept for a minute."""
+        """Makes it look as if the cluster had not swept for a minute."""
         with self.server.client() as client:
             assert client.delete(f"kedge:{{{self.log_name}}}:alive:{name}") == 1
 
@@ -96,7 +97,7 @@ def test_a_session_that_is_opened_later_is_found(upgrade: Upgrade) -> None:
 
 
 def test_a_turn_in_flight_at_the_former_cluster_is_stale(upgrade: Upgrade) -> None:
-    """It can go on there, as a turn whose session moved: from the history that the log has by then."""
+    """The turn can go on there from the history that the log then has, like a turn whose session moved."""
     open_session(upgrade.old)
     owner, held = upgrade.old.begin("s")
     upgrade.new.turn("s", [1])
@@ -111,10 +112,10 @@ def test_a_turn_in_flight_at_the_former_cluster_is_stale(upgrade: Upgrade) -> No
 
 @pytest.mark.parametrize("news_first", [False, True])
 def test_the_former_cluster_gives_a_session_back_and_up(upgrade: Upgrade, news_first: bool) -> None:
-    """Whether it hears of it by a sweep or by a refused change; and a session that comes back is its own again."""
+    """It hears that the session left by a sweep or by a refused change. A session that comes back is its own again."""
     open_session(upgrade.old)
     for index, side in enumerate([upgrade.new, upgrade.old, upgrade.new, upgrade.old]):
-        upgrade.advance(40.0)  # past the time after which the log is told that a session is in use
+        upgrade.advance(40.0)  # after that time the log is told that a session is in use
         if news_first:
             upgrade.old.cluster.expire_idle()
             upgrade.new.cluster.expire_idle()
@@ -205,7 +206,7 @@ def test_a_session_is_closed_through_either_cluster(upgrade: Upgrade) -> None:
 
 @pytest.mark.parametrize("closed", ["commit", "load", "open"])
 def test_a_session_that_the_other_cluster_closed_is_forgotten(upgrade: Upgrade, closed: str) -> None:
-    """Before a sweep tells of it."""
+    """This works before a sweep tells of the close."""
     open_session(upgrade.old)
     owner, held = upgrade.old.begin("s")
     upgrade.new.cluster.close_session("s", "")
@@ -250,7 +251,7 @@ def test_idle_sessions_of_a_cluster_that_is_gone_end(upgrade: Upgrade) -> None:
 
 
 def test_a_claimed_session_is_in_use(upgrade: Upgrade) -> None:
-    """It may have been past its timeout, and nobody had ended it."""
+    """The session was past its timeout, but nobody had ended it."""
     open_session(upgrade.old)
     upgrade.gone("old")
     upgrade.advance(10 * IDLE_S)
@@ -260,7 +261,7 @@ def test_a_claimed_session_is_in_use(upgrade: Upgrade) -> None:
 
 
 def test_a_claim_whose_answer_was_lost_is_found_again(upgrade: Upgrade) -> None:
-    """The log has it as this cluster's, the ledger does not know it."""
+    """The log says that the session is this cluster's, but the ledger does not know it."""
     open_session(upgrade.old)
     upgrade.new.store.claim("s", "new-1")
     owner, _ = upgrade.new.begin("s")
@@ -268,7 +269,7 @@ def test_a_claim_whose_answer_was_lost_is_found_again(upgrade: Upgrade) -> None:
 
 
 def test_a_failover_of_redis_that_lost_changes_is_recovered_from(upgrade: Upgrade) -> None:
-    """The log is behind the ledger then: nobody could commit to the session any more."""
+    """The log is then behind the ledger. Nobody could commit to the session any more."""
     open_session(upgrade.old)
     upgrade.old.turn("s", [1])
     prefix = f"kedge:{{{upgrade.log_name}}}:session:s"

@@ -1,4 +1,5 @@
-"""Two clusters on one Redis in every order: no turn is lost, doubled, or derived from another history than its own."""
+"""Two clusters on one Redis, in any order of steps: no turn is lost, doubled, or derived from another history than its
+own."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ IDS = st.sampled_from(["s", "t", "u"])
 
 @dataclass
 class Session:
-    """What the clients know of an open session. `epoch` is the highest that anybody was given."""
+    """What the clients know of an open session. `epoch` is the highest that any of them was given."""
 
     epoch: int
     history: list[int] = field(default_factory=list)
@@ -85,7 +86,7 @@ class ClustersMachine(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 3))
     def commit(self, index: int) -> None:
-        """Of a turn that may have begun long ago, at a cluster that is not the owner's any more."""
+        """Commits a turn that may have begun long ago, at a cluster that may no longer be the owner."""
         if index >= len(self.in_flight):
             return
         turn = self.in_flight.pop(index)
@@ -102,7 +103,7 @@ class ClustersMachine(RuleBasedStateMachine):
 
     @rule()
     def repeat_a_commit(self) -> None:
-        """Its answer was lost. Whatever comes of it, it is in the log once."""
+        """Repeats a commit whose answer was lost. Whatever the answer is now, the log has the turn once."""
         if not self.done:
             return
         side, record = self.done[-1]

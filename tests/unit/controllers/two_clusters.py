@@ -1,4 +1,4 @@
-"""Two clusters on one Redis, as an upgrade has them: the real Cluster objects and stores, one clock."""
+"""Two clusters on one Redis, as during an upgrade: the real Cluster objects and stores, and one clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IDLE_S = 1000.0
 
 
 class Side:
-    """A cluster of two replicas. `restart` is what a crash of its controller's process does."""
+    """A cluster of two replicas. `restart` has the effect of a crash of its controller's process."""
 
     def __init__(self, name: str, server: RedisServer, log_name: str, clock: ManualClock) -> None:
         self.name = name
@@ -40,8 +40,8 @@ class Side:
                 self.cluster.register_replica(status)
 
     def begin(self, session_id: str) -> tuple[Assignment, SessionRecord]:
-        """What a turn's beginning does: its owner is found, and loads the history. An ingress asks once more if the
-        owner turns out to be stale."""
+        """Does what the beginning of a turn does: finds the owner, which then loads the history. As an ingress does, it
+        asks for the owner once more if the first one turns out to be stale."""
         for asked_anew in (False, True):
             owner = self.cluster.resolve(session_id, False, "")
             assert owner.replica_id in self.replicas

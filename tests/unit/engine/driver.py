@@ -1,4 +1,4 @@
-"""A scheduler over NullRunner without threads, and books that are walked after every step."""
+"""A scheduler over NullRunner, without threads. Its books are walked after every step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DRAFTS = 4
 
 
 def proposer(method: SpeculationMethod) -> Proposer:
-    """Guesses more than pays, since here guessing is what is tested."""
+    """A proposer that drafts more often than pays, because these tests are about drafts."""
     if method == "ngram":
         return NgramProposer(2, DRAFTS, 0.0)
     return DraftModelProposer(DRAFTS, 0.0, 0.0) if method == "draft" else NoProposer()
@@ -95,8 +95,8 @@ class Outcome:
 
 
 class Driver:
-    """Steps a scheduler by hand; a step takes a second. After every step the books are walked and free pages poisoned,
-    so that a page used after it was freed fails the next read."""
+    """Steps a scheduler by hand. A step takes a second. After every step the driver walks the books and poisons the
+    free pages, so that a page that is used after it was freed fails the next read."""
 
     def __init__(
         self,
@@ -121,8 +121,8 @@ class Driver:
         ahead: bool = False,
         decode_steps: int = 1,
     ) -> None:
-        """`guesser` proposes instead of the n-gram proposer. With `ahead` a step is planned before the result of the
-        one before is taken in."""
+        """`guesser` replaces the proposer that `speculation` names. With `ahead` a step is planned before the result of
+        the step before is taken in."""
         self.ahead = ahead
         self.in_flight: tuple[ScheduledBatch, ModelOutput] | None = None
         self.eos_probability = eos_probability
@@ -152,7 +152,7 @@ class Driver:
             clock=lambda: float(len(self.batches)),
         )  # fmt: skip
         self.outcomes: dict[str, Outcome] = {}
-        self.copying = False  # when the last step was planned
+        self.copying = False  # whether copies were in flight when the last step was planned
 
     def add(self, spec: GenerateRequest) -> None:
         self.outcomes.setdefault(spec.request_id, Outcome())
@@ -163,12 +163,12 @@ class Driver:
         self.check()
 
     def step(self, failure: EngineError | None = None) -> ScheduledBatch | None:
-        """One step, as LocalEngine does it; what was in flight before ends with `failure`, if given. None if there was
-        nothing to do."""
+        """Runs one step, as LocalEngine does. The step that was in flight before ends with `failure`, if given. Returns
+        None if there was nothing to do."""
         before = self.in_flight
         batch = self.scheduler.schedule()
         self.copying = self.cache.tiers.copies_in_flight > 0
-        self.check()  # copies that end at once do so here, an engine hears of them after its step
+        self.check()  # copies that end at once end here; a real engine hears of them after its step
         self.in_flight = None if batch is None else (batch, self.execute(batch))
         if batch is not None:
             self.batches.append(batch)
@@ -183,13 +183,14 @@ class Driver:
         return batch or (before[0] if before is not None else None)
 
     def settle(self) -> None:
-        """Takes in what is in flight."""
+        """Takes in the step that is in flight."""
         before, self.in_flight = self.in_flight, None
         if before is not None:
             self._take_in(*before)
 
     def fail_launch(self, error: EngineError) -> None:
-        """The device writes the next step's KV, then raises; what was in flight before comes to its end."""
+        """The device writes the next step's KV, then raises `error`. The step that was in flight before ends
+        normally."""
         batch = self.scheduler.schedule()
         self.check()
         if batch is not None:
@@ -217,7 +218,7 @@ class Driver:
         raise AssertionError(f"not reached in {limit} steps")
 
     def generate(self, *specs: GenerateRequest) -> list[Outcome]:
-        """Adds the requests together and runs all there is to its end."""
+        """Adds the requests together and runs until all requests have ended."""
         for spec in specs:
             self.add(spec)
         self.run()
@@ -237,7 +238,7 @@ class Driver:
         length: int | None = None,
         chain: TokenChain | None = None,
     ) -> int:
-        """As LocalEngine does it, at the first `length` tokens of the parent's history (None: all)."""
+        """Forks as LocalEngine does, at the first `length` tokens of the parent's history (None: all)."""
         length = len(history) if length is None else length
         tokens = token_array(history[:length])
         covered = self.cache.fork_session(parent_id, child_id, tokens, History(history, length, chain))
@@ -245,11 +246,11 @@ class Driver:
         return covered
 
     def end_copies(self, count: int = 1) -> None:
-        """The oldest copies between device and host end now."""
+        """Ends the oldest copies between device and host now."""
         self.runner.end_copies(count)
 
     def end_disk_copies(self, count: int = 1) -> None:
-        """The oldest to and from the disk do."""
+        """Ends the oldest copies to and from the disk now."""
         self.runner.end_disk_copies(count)
 
     def check(self) -> None:
@@ -259,7 +260,7 @@ class Driver:
         self.runner.forget(self.allocator.free_pages().tolist(), window)
 
     def assert_empty(self) -> None:
-        """Nothing lives, and after a flush every page not held by a session is free."""
+        """Checks that no request is left, and that after a flush only sessions hold pages."""
         assert not self.scheduler.has_work
         self.cache.flush()
         self.check()
@@ -284,7 +285,8 @@ class Driver:
         self.copies.carry_out()
 
     def _copied(self) -> bool:
-        """Lets the oldest copies end, as they would by themselves. False if nobody waits for one."""
+        """Ends the oldest copies, as they would end by themselves. Returns whether a request may have waited for
+        one."""
         self.end_copies()
         self.end_disk_copies()
         return self.copying
@@ -306,7 +308,7 @@ class Talk:
     def spec(
         self, new_tokens: Sequence[int], max_new_tokens: int = 4, *, keep: int | None = None, **options: Any
     ) -> GenerateRequest:
-        """The session's next turn, after a rewind to `keep` tokens if given."""
+        """The session's next turn. With `keep` the turn first rewinds to that many tokens."""
         self.turns += 1
         length = len(self.history) if keep is None else keep
         return request(
@@ -315,7 +317,7 @@ class Talk:
         )  # fmt: skip
 
     def commit(self, spec: GenerateRequest, outcome: Outcome) -> None:
-        """Checks a finished turn token for token and takes it into the history."""
+        """Checks a finished turn token for token and adds it to the history."""
         prompt = [*spec.history[: spec.history_len], *spec.new_tokens]
         expected = self.driver.oracle(prompt, spec.sampling.max_new_tokens, spec.sampling)
         assert outcome.token_ids == expected[: len(outcome.token_ids)]

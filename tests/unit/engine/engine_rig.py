@@ -1,4 +1,4 @@
-"""A LocalEngine on its real thread over a NullRunner that tests can hold at a step or break."""
+"""A LocalEngine on its real thread over a NullRunner. Tests can hold the runner at a step or break it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from tests.unit.engine.driver import VOCAB, Outcome
 from tests.unit.engine.null_runner import NullRunner
 
 WAIT_S = 20.0
-"""How long a test waits for what must happen at once."""
+"""How long a test waits for something that must happen at once."""
 
 
 class GatedRunner(NullRunner):
-    """Stops before a step while `hold()` is in force; raises `fault` for batches that `breaks` chooses."""
+    """A NullRunner that stops before a step while `hold()` is in force. It raises `fault` for the batches that `breaks`
+    chooses."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -46,7 +47,8 @@ class GatedRunner(NullRunner):
 
 
 class Rig:
-    """Engine, runner and everything the sink was given. Tests may have all rigs run ahead."""
+    """The engine, its runner and everything that the sink was given. Tests may set `runs_ahead` on the class, for all
+    rigs."""
 
     runs_ahead = False
     decode_steps = 1
@@ -94,12 +96,12 @@ class Rig:
             self.engine.submit(spec)
 
     def wait(self, *request_ids: str) -> list[Outcome]:
-        """Waits until all of them are answered."""
+        """Waits until all of these requests are answered."""
         self.wait_for(lambda: all(self.outcomes[name].finish is not None for name in request_ids))
         return [self.outcomes[name] for name in request_ids]
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Waits until `condition` holds after a delivery to the sink."""
+        """Waits for deliveries to the sink until `condition` holds."""
         with self._news:
             assert self._news.wait_for(condition, WAIT_S), "the engine did not answer"
 
@@ -108,7 +110,7 @@ class Rig:
         return self.wait(spec.request_id)[0]
 
     def hold(self) -> None:
-        """From now on the engine stands still at its next step."""
+        """Makes the engine stand still at its next step."""
         self.runner.entered.clear()
         self.runner.open.clear()
 
@@ -134,7 +136,7 @@ class Rig:
 
 @contextmanager
 def running(**options: Any) -> Iterator[Rig]:
-    """A started rig; stopped, and its books walked if it still lives, at the end."""
+    """A started rig. At the end its books are walked, if the engine is still alive, and it is stopped."""
     rig = Rig(**options)
     rig.engine.start()
     try:

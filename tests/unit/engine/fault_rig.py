@@ -1,4 +1,5 @@
-"""What the tests of known faults share: proposals that are right or wrong on demand, and eyes on each turn's begin."""
+"""Helpers for the tests of known faults: drafts that are right or wrong on demand, and a watch on the begin and end of
+each turn."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ PAGE_SIZES = (1, 4, 16, 64, 256)
 
 
 class Listener:
-    """What a Proposer hears, which is nothing to those who know what to propose."""
+    """The notifications of a Proposer, all ignored. It is a base for proposers that already know what to propose."""
 
     def begin(self, request: LiveRequest) -> None: ...
 
@@ -32,7 +33,8 @@ class Listener:
 
 
 class Guesser(Listener):
-    """Proposes what the model will say, `right` tokens of it and then `wrong` others, also past the limit if told."""
+    """Proposes `right` tokens that the model will pick, then `wrong` tokens that it will not. With `heeds_limit` False
+    it exceeds the limit."""
 
     def __init__(self, right: int, wrong: int = 0, *, heeds_limit: bool = True) -> None:
         self.right = right
@@ -48,14 +50,15 @@ class Guesser(Listener):
 
 
 def driver_of(page_size: int, **options: Any) -> Driver:
-    """A pool of 2048 tokens, or 24 pages if that is more."""
+    """A driver with a pool of 2048 tokens, but of at least 24 pages."""
     options.setdefault("num_pages", max(24, 2048 // page_size))
     options.setdefault("context_len", 4096)
     return Driver(page_size=page_size, chunk_size=64, max_batch_tokens=128, **options)
 
 
 def full_page_history(talk: Talk, page_size: int, **options: Any) -> None:
-    """A first turn after which the session's last token is the first of a page: it has no KV, and no page yet."""
+    """Runs a first turn after which the session's last token is the first of a page. That token has no KV and no page
+    yet."""
     end = 2 * page_size + 1 if page_size > 1 else 9
     talk.turn([1 + n % 90 for n in range(end - 4)], 4, **options)
     assert (len(talk.history) - 1) % page_size == 0
@@ -63,7 +66,8 @@ def full_page_history(talk: Talk, page_size: int, **options: Any) -> None:
 
 @dataclass(frozen=True)
 class Tail:
-    """Tokens and pages that a sequence had past `length`, the KV that is kept, before they were freed."""
+    """The tokens and pages that a sequence had past `length` before they were freed. `length` is the KV that is
+    kept."""
 
     length: int
     num_tokens: int
@@ -75,8 +79,8 @@ class Tail:
 
 
 class Watch:
-    """Sees every turn that begins on its slot, and every one that gives its KV back to the slot: the tail that there
-    was to free, and that nothing of it is left."""
+    """Records the tail that is freed when a turn begins on its slot (`begun`) and when it gives its KV back to the slot
+    (`parked`). Checks that nothing of the tail is left."""
 
     def __init__(self, driver: Driver) -> None:
         self.begun: list[Tail] = []

@@ -1,4 +1,4 @@
-"""A constraint that tests can foretell."""
+"""A constraint whose allowed tokens a test can compute."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from tests.unit.engine.driver import VOCAB
 
 
 class Ladder:
-    """A TokenConstraint: every token of `rungs` is one of so many that follow the sum of those before. The output may
-    end behind rung `may_end_at`; `endless` goes on behind the last rung as on it."""
+    """A TokenConstraint. At step i it allows `rungs[i]` tokens, which follow from the sum of the tokens before. The
+    output may end after `may_end_at` tokens. With `endless` it goes on past the last rung, with as many choices as on
+    that rung."""
 
     def __init__(self, rungs: Sequence[int], *, may_end_at: int | None = None, endless: bool = False) -> None:
         self.rungs = rungs

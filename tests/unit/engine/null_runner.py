@@ -1,8 +1,8 @@
-"""A deterministic stand-in for a model: its "KV" is the token ids themselves. No torch.
+"""A deterministic stand-in for a model: its "KV" is the token ids themselves. It needs no torch.
 
-The next token is a hash of the sequence as read back through the page table. A page lost, shared by mistake
-or overwritten therefore changes tokens, which is how tests of the books above notice. Sliding-window pages, a draft
-model and copies to host memory and disk are played by the same rule: what they hold must be the sequence's own tokens.
+The next token is a hash of the sequence as read back through the page table. A page that is lost, shared by mistake or
+overwritten therefore changes tokens, so tests of the scheduler and the books notice it. Sliding-window pages, a draft
+model and copies to host memory and disk follow the same rule: they must hold the sequence's own tokens.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ CopyQueue = list[tuple[Future[None], Callable[[], None]]]
 
 
 class NullRunner:
-    """Runner whose tokens any test can predict with `null_generate`.
+    """A Runner whose tokens any test can predict with `null_generate`.
 
-    `eos_probability` is the share of contexts that are followed by EOS_TOKEN_ID, which is never produced otherwise.
-    With `poison`, reading a slot that was never written (or was forgotten) is an AssertionError. Without it the books
-    are trusted: a greedy decode follows from what was noted with the token before, at a cost that does not grow with
-    the sequence. The draft model guesses right with `draft_accuracy`. Copies end at once, or with `copies_wait` when
-    `end_copies` is called; those of the disk are in a queue of their own.
+    `eos_probability` is the share of contexts that EOS_TOKEN_ID follows. It is never produced otherwise. With `poison`,
+    reading a slot that was never written (or was forgotten) is an AssertionError. Without it the runner trusts the
+    books: it makes the next token of a greedy decode from the hash that it kept at the token before, at a cost that
+    does not grow with the sequence. `draft_accuracy` is the share of the draft model's guesses that are right. Copies
+    end at once, or with `copies_wait` when `end_copies` is called. Disk copies have a queue of their own, which
+    `end_disk_copies` ends.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class NullRunner:
         self._draft_kv = self._kv.copy()
         self._sums = np.full(
             (num_pages, page_size), UNKNOWN, dtype=np.int64
-        )  # of all tokens up to the slot's
+        )  # hashes of all tokens up to the slot's
         self._window_kv = np.full((num_window_pages, page_size), UNWRITTEN, dtype=np.int32)
         self._saved: dict[int, tuple[NDArray[np.int32], ...]] = {}
         self._spilled: dict[int, tuple[NDArray[np.int32], ...]] = {}
@@ -101,7 +102,7 @@ class NullRunner:
         return ModelOutput([decoded[id(item)] if id(item) in decoded else next(run) for item in batch.items])
 
     def forget(self, pages: Iterable[int], window_pages: Iterable[int] = ()) -> None:
-        """Marks pages unwritten, so that a poisoned read finds whoever still uses them."""
+        """Marks pages as unwritten, so that with `poison` a read fails if somebody still uses them."""
         self._kv[list(pages)] = UNWRITTEN
         self._sums[list(pages)] = UNKNOWN
         self._draft_kv[list(pages)] = UNWRITTEN
@@ -142,11 +143,11 @@ class NullRunner:
         self.end_disk_copies(len(self._disk_copies))
 
     def end_copies(self, count: int = 1, error: Exception | None = None) -> None:
-        """The first `count` copies between device and host in flight happen now, or fail with `error`."""
+        """The oldest `count` copies in flight between device and host happen now, or fail with `error`."""
         _end_copies(self._copies, count, error)
 
     def end_disk_copies(self, count: int = 1, error: Exception | None = None) -> None:
-        """The same for those to and from the disk."""
+        """The oldest `count` copies in flight to and from the disk happen now, or fail with `error`."""
         _end_copies(self._disk_copies, count, error)
 
     def _start(self, copy: Callable[[], None], queue: CopyQueue) -> Future[None]:
@@ -157,7 +158,8 @@ class NullRunner:
         return future
 
     def _decodes_plainly(self, item: BatchItem) -> bool:
-        """Whether it has one token, picks the likeliest, asks for nothing beside, and the sum before it is known."""
+        """Whether the item is a greedy decode of one token that asks for nothing else, and the hash before it is
+        known."""
         sample, last = item.sample, item.start - 1
         if (
             sample is None
@@ -174,7 +176,7 @@ class NullRunner:
         return bool(self._sums[item.pages[last // self._page_size], last % self._page_size] != UNKNOWN)
 
     def _decode(self, items: Sequence[BatchItem]) -> list[ItemOutput]:
-        """One token each, which `_decodes_plainly`."""
+        """One token for each item. All of them satisfy `_decodes_plainly`."""
         size = self._page_size
         tokens = [item.token_ids[0] for item in items]
         ends = [item.start for item in items]
@@ -196,7 +198,8 @@ class NullRunner:
         ]
 
     def _draft(self, item: BatchItem) -> list[int]:
-        """Proposals to verify: the n-gram proposer's, or the draft model's, whose KV must be complete."""
+        """The drafts to verify. They come from the n-gram proposer, or from the draft model, whose KV must be
+        complete."""
         drafts = list(item.token_ids[len(item.token_ids) - item.num_drafts :])
         if item.draft is not None:
             assert not drafts, f"{item.request_id}: drafts from two proposers"
@@ -279,8 +282,9 @@ class NullRunner:
         return ItemOutput(tuple(tokens), logprobs, input_logprobs, len(drafts))
 
     def _input_logprobs(self, item: BatchItem, sequence: NDArray[np.int32]) -> tuple[TokenLogprob, ...]:
-        """Positions start+1 .. start+len (with `next_token`), and position 0, from `input_logprobs_from` on. On top of
-        each is the token that a greedy request would have picked there."""
+        """Log-probabilities of the positions start+1 .. start+len (one more with `next_token`), and of position 0, but
+        only from `input_logprobs_from` on. The top token of each is the one that a greedy request would have picked
+        there."""
         if item.input_logprobs_from is None:
             return ()
         known = [*item.token_ids] if item.next_token is None else [*item.token_ids, item.next_token]
@@ -297,7 +301,7 @@ class NullRunner:
         return tuple(scored)
 
     def _read(self, item: BatchItem, end: int) -> NDArray[np.int32]:
-        """The sequence's tokens as its KV has them; what its windows see must agree."""
+        """The sequence's tokens as its KV holds them. The KV in its window pages must agree."""
         pages = self._pages_of(item, end)
         sequence = self._kv[pages].reshape(-1)[:end]
         if self._poison and sequence.min() == UNWRITTEN:
@@ -332,8 +336,8 @@ def null_generate(
     eos_probability: float = 0.0,
     params: SamplingParams | None = None,
 ) -> list[int]:
-    """The oracle: the `count` tokens that NullRunner produces after `tokens`, ended early by EOS_TOKEN_ID
-    (which is included). Greedy unless `params` samples; a sampled seed of 0 equals greedy."""
+    """The oracle: the `count` tokens that NullRunner produces after `tokens`. They end early with EOS_TOKEN_ID, which
+    is included. Greedy unless `params` samples; a sampled seed of 0 equals greedy."""
     sequence = np.empty(len(tokens) + count, dtype=np.int32)
     sequence[: len(tokens)] = tokens
     salt = 0 if params is None else _salt(params)
@@ -348,8 +352,8 @@ def null_generate(
 
 
 def nearest_allowed(token: int, allowed: bytes) -> int:
-    """What NullRunner picks under a mask (SampleSpec.allowed) in place of `token`: the first that is allowed from there
-    on, or of all."""
+    """The token that NullRunner picks in place of `token` under a mask (SampleSpec.allowed): the first allowed one from
+    `token` on, else the first allowed one of all."""
     ids = np.flatnonzero(np.unpackbits(np.frombuffer(allowed, dtype=np.uint8), bitorder="little"))
     return int(ids[np.searchsorted(ids, token) % len(ids)])
 

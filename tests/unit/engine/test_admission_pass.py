@@ -1,4 +1,4 @@
-"""Those who wait are asked again only when something has changed that might let them in, and then they are."""
+"""Waiting requests are asked again only after a change that might let them in, and then they are asked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.engine.driver import Driver, Talk, request
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """Sessions for whose KV the cache was searched."""
+    """The sessions for which the cache was searched."""
     found: list[str | None] = []
     match_prefix = SessionAwareCache.match_prefix
 
@@ -28,8 +28,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
 
 class Crowd:
-    """Of pages of four tokens each idle session has five, and four are left. One session rests in host memory, and a
-    request runs."""
+    """A pool of pages of four tokens. Each idle session has five pages, and four are left. One session is in host
+    memory, and a request runs."""
 
     def __init__(self, num_idle: int = 8) -> None:
         self.driver = driver = Driver(
@@ -50,7 +50,7 @@ class Crowd:
         driver.step()
 
     def add_waiting(self, count: int) -> None:
-        """Each needs more pages than are free."""
+        """Adds requests, each of which needs more pages than are free."""
         for number in range(count):
             self.driver.add(request(f"w{number}", random.Random(-number).choices(range(1, 90), k=30), 2))
 
@@ -87,7 +87,7 @@ def test_while_one_waits_for_room_a_step_asks_nobody_again(num_waiting: int, ask
     driver.step()
     for number in range(num_waiting):
         driver.add(request(f"w{number}", [50 + (number + n) % 40 for n in range(24)], 2))
-    driver.step_until(lambda: bool(driver.outcomes["runs"].token_ids))  # its prompt may be shared from now on
+    driver.step_until(lambda: bool(driver.outcomes["runs"].token_ids))  # now its prompt may be shared
     driver.step()
     asked.clear()
     for _ in range(6):
@@ -98,7 +98,7 @@ def test_while_one_waits_for_room_a_step_asks_nobody_again(num_waiting: int, ask
 
 
 def test_who_comes_while_others_wait_has_its_kv_fetched(asked: list[str | None]) -> None:
-    """It alone is asked: the pass goes on behind those that were passed over."""
+    """Only the new request is asked: the pass continues after the requests that were passed over."""
     crowd = Crowd()
     driver = crowd.driver
     crowd.add_waiting(3)
@@ -148,7 +148,7 @@ def test_after_a_change_they_are_asked_at_once(
 
 
 def test_what_another_shares_lets_those_in_who_have_the_same_prompt() -> None:
-    """Two that do not fit one beside the other, but for what they share."""
+    """The two requests do not fit side by side unless they share their prompt."""
     driver = Driver(num_pages=16, page_size=4, max_batch_tokens=64, chunk_size=64)
     prompt = [1 + n % 90 for n in range(40)]
     driver.add(request("first", prompt, 12))

@@ -1,4 +1,4 @@
-"""A fault in the books stops the engine within one step, is named, and every request is answered."""
+"""A fault in the books stops the engine within one step and is named. Every request is answered."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_fault_stops_the_engine_at_the_next_step_and_is_named(kind: FaultKind,
 
 
 def test_balance_goes_on_over_a_double_count_and_the_audit_names_it() -> None:
-    """No counter is wrong when the slot keeps hold of lent KV; that is what strict checks and audits are for."""
+    """No counter is wrong if the slot keeps KV that it has lent. Strict checks and audits find this."""
     rig = talked("balance")
     page = rig.engine._call(lambda: plant(rig.engine._cache, "double count", "s")).result(WAIT_S)
     assert rig.generate(request("next", [3, 4], 20)).token_ids == null_generate([3, 4], 20, VOCAB)
@@ -82,7 +82,7 @@ def test_with_checks_off_the_engine_serves_on_and_the_audit_still_tells() -> Non
 
 
 def test_a_double_free_is_refused_where_it_happens() -> None:
-    """Before any check: the allocator knows its free pages, and the journal who freed them first."""
+    """It is found before any check. The allocator knows its free pages, and the journal knows who freed them first."""
     rig = talked("off")
     page = rig.engine._call(lambda: plant(rig.engine._cache, "double free", "s")).result(WAIT_S)
     error = rig.engine.close_session("s").exception(WAIT_S)

@@ -1,4 +1,4 @@
-"""The composition root fits pool, limits and settings together."""
+"""The composition root matches pool, limits and settings."""
 
 from __future__ import annotations
 

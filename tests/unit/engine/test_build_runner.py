@@ -1,4 +1,4 @@
-"""The runner's composition: what a step may have, and what a card has left for KV."""
+"""How the runner is composed: what a step may have, and how much memory a card has left for KV."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_what_a_page_s_bytes_depend_on_is_in_its_identity(loaded: LoadedModel) -
 
 
 def test_a_runner_s_memory_goes_with_its_last_reference(loaded: LoadedModel) -> None:
-    """The next engine of the process sizes its pool by what is free then."""
+    """The next engine of the process sizes its pool by the memory that is free then."""
     gc.collect()
     gc.disable()
     try:
@@ -151,8 +151,8 @@ def test_a_disk_that_cannot_be_written_to_is_an_error_at_start(loaded: LoadedMod
 def test_the_pool_takes_what_the_largest_step_leaves(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step that is tried has every row, item and sample there may be; its peak is kept free, and graphs keep that
-    of the largest of theirs."""
+    """The step that is tried has as many rows, items and samples as there may be. Its peak is kept free, and graphs
+    keep the peak of the largest graph."""
     rehearsed: list[Any] = []
     forward = loaded.model.forward
     logits = loaded.model.logits
@@ -186,7 +186,7 @@ def test_the_runner_of_a_gpu_is_put_together(
     execution: ExecutionSettings,
     for_memory: list[tuple[int, ...]],
 ) -> None:
-    """Of a CPU that is taken for one: steps are tried for their memory, then for their kernels."""
+    """The GPU is a CPU in disguise. Steps are tried for their memory first, then for their kernels."""
     tried = [*for_memory, *steps_beyond_graphs(StepLimits(40, 5, 5, 1), execution), (40, 5)]
     rehearsed: list[tuple[int, ...]] = []
     rehearse = DeviceRunner.rehearse
@@ -206,7 +206,8 @@ def test_the_runner_of_a_gpu_is_put_together(
 
 
 def test_steps_beyond_graphs_have_items_of_every_length() -> None:
-    """Many tokens of one request, a few of each of many, and decodes where graphs do not reach them."""
+    """There are steps with many tokens of one request, with a few of each of many, and decodes that graphs do not
+    cover."""
     limits = StepLimits(rows=2048, items=64, sampled=512, steps=1)
     steps = steps_beyond_graphs(limits, ExecutionSettings(max_graph_tokens=256))
     assert {longest for _, _, longest in steps} == {2**power for power in range(3, 12)}

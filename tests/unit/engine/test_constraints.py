@@ -1,4 +1,4 @@
-"""A constrained request says only what its constraint allows, and nobody beside it notices."""
+"""A constrained request says only what its constraint allows. Other requests do not notice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT = [5, 6, 7, 5, 6, 7, 5, 6, 7]
 def by_hand(
     driver: Driver, prompt: Sequence[int], constraint: Ladder, params: SamplingParams | None = None
 ) -> list[int]:
-    """What a constrained request says: the model's own pick, one by one, or what is allowed in its place."""
+    """The expected tokens: one by one the model's own pick, or the allowed token in its place."""
     out: list[int] = []
     while not constraint.complete:
         (own,) = driver.oracle([*prompt, *out], 1, params)
@@ -77,7 +77,7 @@ def test_the_length_cuts_it_off(driver: Driver) -> None:
 @pytest.mark.parametrize("decode_steps", [1, 4])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_end_is_allowed_where_the_output_is_whole(ahead: bool, decode_steps: int) -> None:
-    """A model that wants to end at once is held up to the fourth token."""
+    """The model wants to end at once, but may not before the fourth token."""
     driver = Driver(eos_probability=1.0, ahead=ahead, decode_steps=decode_steps)
     (outcome,) = driver.generate(constrained("a", Ladder([6], may_end_at=4, endless=True)))
     assert len(outcome.token_ids) == 5
@@ -96,7 +96,7 @@ def test_who_ignores_the_end_token_is_not_offered_it() -> None:
 
 
 def test_an_end_that_nothing_spells_is_still_an_end() -> None:
-    """Nothing may follow, the output is whole, and the model has no token to say so."""
+    """Nothing may follow and the output is whole, but the model has no token for the end."""
     driver = Driver(eos_token_ids=frozenset())
     (outcome,) = driver.generate(constrained("a", Ladder([2, 2, 0], may_end_at=2)))
     assert (outcome.reason, len(outcome.token_ids)) == (FinishReason.STOP, 2)
@@ -136,7 +136,7 @@ def test_a_fault_before_the_first_token_is_an_answer(driver: Driver) -> None:
 def test_a_mask_of_another_width_ends_its_request_alone(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, num_bytes: int
 ) -> None:
-    """A step's masks go to the device in one piece."""
+    """The masks of a step go to the device in one piece."""
     narrow = Ladder(RUNGS)
     wrong = mask([1, 2])
     wrong = wrong[:num_bytes] if num_bytes >= 0 else wrong + bytes(1)
@@ -150,7 +150,7 @@ def test_a_mask_of_another_width_ends_its_request_alone(
 
 
 class Guesser(NgramProposer):
-    """Guesses at every chance."""
+    """Proposes drafts at every chance."""
 
     def propose(self, request: LiveRequest, limit: int) -> Proposal:  # noqa: ARG002
         return Proposal((11, 12)[:limit])

@@ -1,4 +1,4 @@
-"""Device and dtype as settings name them."""
+"""The device and the dtype that settings name."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_a_failed_step_fails_its_requests_only() -> None:
 
 @pytest.mark.parametrize("where", ["launch", "result"])
 def test_a_lost_runner_ends_the_engine_and_everyone_is_told(where: str) -> None:
-    """Also those whose steps it does not carry: no later step could run."""
+    """This includes requests that are not in the step: no later step could run."""
     rig = Rig(scheduler=SchedulerSettings(max_running=1))
     rig.submit(request("running", [1, 2], 50), request("waiting", [3], 5))
     launch = rig.runner.launch
@@ -289,7 +289,7 @@ def test_broken_books_stop_the_engine_and_are_named() -> None:
     rig.engine.start()
     rig.generate(request("r", [1, 2], 5, session_id="s"))
     kv = slot_kv(rig.engine._cache, "s")
-    kv.free_aligned(kv.protected_len)  # pages lost
+    kv.free_aligned(kv.protected_len)  # loses pages
     assert rig.engine.audit().result(WAIT_S).findings
     rig.submit(request("next", [1, 2], 5))
     error = error_of(rig, "next")

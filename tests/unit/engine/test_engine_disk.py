@@ -1,4 +1,4 @@
-"""An engine with a real model and real files, on a disk that takes nothing more."""
+"""An engine with a real model and real files, on a disk that accepts no more."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ SESSIONS = 8
 
 @contextmanager
 def engine_of(model: Path, disk: Path | None) -> Iterator[tuple[LocalEngine, queue.SimpleQueue[TokenDelta]]]:
-    """Its pool holds one session and a half, the host the others' first turns, the disk all of them."""
+    """An engine whose pool holds one and a half sessions. The host holds the others' first turns, the disk all
+    sessions."""
     deltas: queue.SimpleQueue[TokenDelta] = queue.SimpleQueue()
 
     def sink(news: Sequence[TokenDelta]) -> None:
@@ -51,7 +52,8 @@ def engine_of(model: Path, disk: Path | None) -> Iterator[tuple[LocalEngine, que
 def turn(
     engine: LocalEngine, deltas: queue.SimpleQueue[TokenDelta], name: str, history: list[int]
 ) -> tuple[list[int], int]:
-    """The session's next turn, once all copies have ended: its whole history then, and how much of it was cached."""
+    """Runs the session's next turn after all copies have ended. Returns the whole history and how much of it was
+    cached."""
     tiers = engine._cache.tiers
     while engine._call(lambda: tiers.writing or tiers.copies_in_flight).result(WAIT_S):
         pass
@@ -97,7 +99,7 @@ def model(tmp_path: Path) -> Path:
 def test_a_disk_that_takes_nothing_costs_no_session_what_the_host_has_of_it(
     model: Path, tmp_path: Path
 ) -> None:
-    """The folder has gone: sessions fare as they do without a disk."""
+    """The disk's folder is gone. Sessions do as well as without a disk."""
     with engine_of(model, None) as (engine, deltas):
         expected, cached_without = two_rounds(engine, deltas)
     assert max(cached_without) > 0
@@ -122,5 +124,5 @@ def test_a_closed_session_leaves_nothing_on_host_and_disk(model: Path, tmp_path:
             pass
         assert [account.used_bytes for account in tiers.accounts()] == [0, 0]
         write_lane = engine._runner._copies._write_lane  # type: ignore[attr-defined]
-        write_lane.submit(lambda: None).result(WAIT_S)  # behind what removes files
+        write_lane.submit(lambda: None).result(WAIT_S)  # runs after the removal of files
         assert list(folder.glob("*.kv")) == []

@@ -15,7 +15,8 @@ from tests.unit.engine.null_runner import null_generate
 
 @pytest.mark.usefixtures("ways_to_step")
 def test_many_threads_at_once() -> None:
-    """Four threads open, talk, abort, rewind, flush and close; every turn is exact and the books end empty."""
+    """Four threads open, talk, abort, rewind, flush and close. Every turn is exact, and in the end the books are
+    empty."""
 
     def talk(rig: Rig, number: int) -> int:
         name, history, done = f"s{number}", [], 0

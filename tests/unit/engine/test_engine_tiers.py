@@ -1,4 +1,4 @@
-"""Forks, host memory and audits through the step loop: copies end on other threads, and some fail."""
+"""Forks, host memory and audits through the step loop. Copies end on other threads, and some fail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def first_turn(rig: Rig, name: str, first: int) -> list[int]:
 
 
 def next_turn(rig: Rig, name: str, history: list[int]) -> int:
-    """The session's next turn, exact; returns its cached tokens."""
+    """Runs the session's next turn and checks its tokens. Returns the number of cached tokens."""
     rig.outcomes.pop(f"{name}/2", None)
     spec = request(f"{name}/2", [7], 6, history=history, history_len=len(history), session_id=name)
     outcome = rig.generate(spec)

@@ -1,4 +1,5 @@
-"""Faults that session caches elsewhere had, in the pages of a turn: each test fails when its remedy is taken out.
+"""Known faults of other servers' session caches, in the pages of a turn. Each test fails if the code that prevents the
+fault is taken out.
 
 Each heading names the fault. The faults of a turn's life are in test_known_faults_turns.py.
 """
@@ -18,7 +19,7 @@ from tests.unit.engine.fault_rig import PAGE_SIZES, Guesser, Watch, driver_of, f
 
 
 def gap_of_drafts(driver: Driver, talk: Talk, page_size: int) -> None:
-    """A stop token ends the turn beside rejected drafts, which had pages."""
+    """A stop token ends the turn in a step with rejected drafts, which had pages."""
     end = 2 * page_size + 1 if page_size > 1 else 9
     for first in range(1, 40):
         prompt = [1 + (first + n) % 90 for n in range(end - 4)]
@@ -30,7 +31,7 @@ def gap_of_drafts(driver: Driver, talk: Talk, page_size: int) -> None:
 
 
 def gap_of_failed_step(driver: Driver, talk: Talk, page_size: int) -> None:
-    """The turn had its pages when its first step failed."""
+    """The turn already had its pages when its first step failed."""
     full_page_history(talk, page_size)
     spec = talk.spec([5, 6], 4)
     driver.add(spec)
@@ -39,24 +40,24 @@ def gap_of_failed_step(driver: Driver, talk: Talk, page_size: int) -> None:
 
 
 def gap_of_rewind(_driver: Driver, talk: Talk, page_size: int) -> None:
-    """The owner goes back by more than a page without saying so to the cache."""
+    """The owner goes back by more than a page and does not tell the cache."""
     full_page_history(talk, page_size)
     del talk.history[-page_size - 1 :]
 
 
 def gap_of_failed_commit(driver: Driver, talk: Talk, page_size: int) -> None:
-    """A turn that finished here was never written to the session log."""
+    """A turn finished here, but was never written to the session log."""
     full_page_history(talk, page_size)
     driver.generate(talk.spec([1 + n % 90 for n in range(page_size)], 5))
 
 
 def gap_of_prompt_only(_driver: Driver, talk: Talk, page_size: int) -> None:
-    """Every token has KV; the next turn wants log-probabilities of its input and recomputes the last."""
+    """Every token has KV. The next turn asks for log-probabilities of its input and recomputes the last token."""
     talk.turn([1 + n % 90 for n in range(2 * page_size + 1)], 0)
 
 
 def gap_of_retraction(driver: Driver, talk: Talk, page_size: int) -> None:
-    """The turn had its pages when it was retracted, before its first step: it will resume one short."""
+    """The turn was retracted after it got its pages and before its first step. It will resume one token short."""
     full_page_history(talk, page_size)
     spec = talk.spec([5, 6], 6)
     driver.add(spec)
@@ -113,7 +114,7 @@ def test_in_the_common_case_there_is_no_tail_to_free() -> None:
     assert [tail.num_tokens for tail in watch.parked] == [0] * 9
 
 
-# b. The token that is recomputed for its logits is taken off the prefix twice, or not at all.
+# b. The token that is recomputed for its logits is subtracted from the prefix twice, or not at all.
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -168,7 +169,8 @@ def test_a_resumed_turn_gets_the_same_tokens_and_counts_its_cache_once(page_size
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_a_part_filled_page_stays(page_size: int) -> None:
-    """At a turn's begin and end, at a rewind and at a rollback: on a page border, one before and one after."""
+    """At a turn's begin and end, at a rewind and at a rollback. The cut is on a page border, one before or one
+    after."""
     driver = driver_of(page_size)
     for keep in {2 * page_size + 1, 2 * page_size, max(2 * page_size - 1, 1), page_size + page_size // 2}:
         talk = Talk(driver, f"s{keep}")
@@ -176,7 +178,7 @@ def test_a_part_filled_page_stays(page_size: int) -> None:
         driver.cache.rewind_session(talk.session_id, keep)
         driver.check()
         kv = slot_kv(driver.cache, talk.session_id)
-        # A shared page is never written: a cut into the prefix that the tree has leaves whole pages only.
+        # A shared page is never written, so a cut into the tree's prefix leaves full pages only.
         kept = keep if keep >= 2 * page_size else keep - keep % page_size
         assert (kv.committed_len, kv.num_pages) == (kept, pages_for(kept, page_size))
         assert talk.turn([50], 4, keep=keep).cached == kept
@@ -192,7 +194,7 @@ def test_a_part_filled_page_stays(page_size: int) -> None:
     driver.assert_empty()
 
 
-# d. A verify step accepts past max_new_tokens or past a stop, and the next turn's tokens and KV disagree.
+# d. A verify step accepts past max_new_tokens or past a stop. Then the next turn's tokens and KV disagree.
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

@@ -1,4 +1,5 @@
-"""Faults that session caches elsewhere had, in a turn's life: each test fails when its remedy is taken out.
+"""Known faults of other servers' session caches, in a turn's life. Each test fails if the code that prevents the fault
+is taken out.
 
 Each heading names the fault. The faults in a turn's pages are in test_known_faults.py.
 """
@@ -33,7 +34,7 @@ def long_turn(talk: Talk) -> GenerateRequest:
     return talk.spec([1 + n % 90 for n in range(60)], 20)
 
 
-# e. What is gone from the window is not capped when lengths shrink: its pages are counted, or freed, twice.
+# e. Counts of pages that have left the window are not reduced when lengths shrink, so pages are counted or freed twice.
 
 
 @pytest.mark.parametrize("guesses", [0, 4])
@@ -42,7 +43,7 @@ def long_turn(talk: Talk) -> GenerateRequest:
 def test_window_pages_are_settled_once_wherever_lengths_shrink(
     page_size: int, window_len: int, guesses: int
 ) -> None:
-    """Rollback, rewind, a stop among drafts and a shorter history, each followed by a turn that slides again."""
+    """A rollback, a rewind, a stop among drafts and a shorter history, each followed by a turn that slides again."""
     driver = driver_of(
         page_size,
         window_len=window_len,
@@ -58,17 +59,17 @@ def test_window_pages_are_settled_once_wherever_lengths_shrink(
             driver.add(spec)
             for _ in range(steps):
                 driver.step()
-            driver.abort(spec.request_id)  # rollback, behind a gap once the turn slid past its start
+            driver.abort(spec.request_id)  # rolls back, past a gap once the turn slid past its start
             assert driver.held("s") >= len(talk.history) - 1, "the rollback found its window"
             talk.turn([2, 3], 12)
         driver.cache.rewind_session("s", len(talk.history) - 2)
         driver.check()
         talk.turn([4 + round_], 12, keep=len(talk.history) - 2)
-        driver.generate(talk.spec([5], 3 * page_size))  # never committed
+        driver.generate(talk.spec([5], 3 * page_size))  # is never committed
         talk.turn([6], 30)
         expected = driver.oracle([*talk.history, 7], 3)
         talk.turn([7], sampling=greedy(30, stop_token_ids=frozenset({expected[-1]})))
-        driver.cache.rewind_session("s", 7)  # its window is gone: nothing is left of the KV
+        driver.cache.rewind_session("s", 7)  # the window there is gone, so no KV is left
         driver.check()
         talk.turn([8] * 30, 12, keep=7)
     assert len(watch.begun) > 12
@@ -109,7 +110,7 @@ def test_lent_kv_counts_for_the_turn_only_also_while_it_is_refused_and_retried(p
 
 
 def test_a_turn_that_was_begun_and_found_no_room_gives_its_kv_back_each_time() -> None:
-    """All other pages are on their way to the host: the turn begins, waits for them, and tries again."""
+    """All other pages are on their way to the host. The turn begins, waits for them, and tries again."""
     driver = Driver(num_pages=12, page_size=4, host_pages=12, copies_wait=True)
     talk, other = Talk(driver, "s"), Talk(driver, "other")
     talk.turn(range(1, 12), 5)
@@ -215,7 +216,8 @@ def continue_session(rig: Rig, history: list[int], cached: int) -> None:
 def test_an_abort_in_the_first_turn_leaves_an_empty_usable_session(
     page_size: int, steps: int, warm: bool
 ) -> None:
-    """Chunks of 8 of 20 tokens: one or two steps are mid-prefill, more are mid-decode. Warm: on a shared prefix."""
+    """The prompt has 20 tokens in chunks of 8. One or two steps end in mid-prefill, more in mid-decode. `warm` is with
+    a shared prefix."""
     driver = Driver(page_size=page_size, num_pages=256)
     prompt = list(range(1, 21))
     if warm:
@@ -238,7 +240,7 @@ def test_an_abort_in_the_first_turn_leaves_an_empty_usable_session(
     driver.assert_empty()
 
 
-# i. An abort in a later turn, or a close while it runs, goes on running, sends ghost tokens, or drops the KV.
+# i. A turn that is aborted later, or whose session is closed, runs on, sends tokens after its end, or loses its KV.
 
 
 def test_an_aborted_and_closed_turn_is_out_of_the_batch_within_two_steps() -> None:
@@ -257,7 +259,7 @@ def test_an_aborted_and_closed_turn_is_out_of_the_batch_within_two_steps() -> No
         outcome = rig.wait("two")[0]
         assert outcome.reason is FinishReason.ABORT
         closed.result(WAIT_S)
-        rig.wait("other")  # whoever answered "two" again would have failed the sink
+        rig.wait("other")  # a second end of "two" would have failed the sink
         assert not any("two" in batch for batch in batches[since + 2 :])
         assert len(batches) > since + 2
         assert outcome.token_ids == null_generate([*history, 7], 100, VOCAB)[: len(outcome.token_ids)]
@@ -285,7 +287,7 @@ def test_an_aborted_turn_leaves_the_kv_of_the_last_commit(page_size: int, specul
     driver.assert_empty()
 
 
-# j. Unrelated traffic splits a locked tree node: locks come back wrong, or the session frees what the tree owns.
+# j. Unrelated traffic splits a locked tree node. Locks come back wrong, or the session frees what the tree owns.
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -313,7 +315,7 @@ def test_locks_taken_are_locks_returned_after_others_split_the_node(page_size: i
     driver.assert_empty()
 
 
-# k. A retracted turn is committed in part, or stays marked as in flight.
+# k. A retracted turn is partly committed, or stays marked as in flight.
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -352,7 +354,7 @@ def test_a_retracted_turn_commits_once(page_size: int, speculates: bool) -> None
     talk.turn([6], 3)
 
 
-# l. Input log-probabilities from position 0 in a later turn crash, come out for the wrong tokens, or leak.
+# l. Input log-probabilities from position 0 in a later turn crash, belong to the wrong tokens, or leak.
 
 
 @pytest.mark.parametrize("start", [0, 1, 8, 16])

@@ -1,8 +1,8 @@
-"""Newer faults that session caches elsewhere had, of turns that wait, leave or overlap: each test fails when its remedy
-is taken out.
+"""Newer known faults of other servers' session caches, in turns that wait, leave or overlap. Each test fails if the
+code that prevents the fault is taken out.
 
-Each heading names the fault, with the numbers of SGLang's threads. The older ones are in test_known_faults.py and
-test_known_faults_turns.py.
+Each heading names the fault, with the numbers of SGLang's issues and pull requests. The older faults are in
+test_known_faults.py and test_known_faults_turns.py.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ PAGE_SIZES = (1, 4, 16)
 
 
 def session_of(driver: Driver) -> Talk:
-    """35 tokens long."""
+    """A session with a history of 35 tokens."""
     talk = Talk(driver, "s")
     talk.turn(range(1, 30), 6)
     return talk
 
 
 def assert_goes_on(driver: Driver, talk: Talk) -> None:
-    """The session takes turns as if nothing had been, and leaves nothing behind."""
+    """Checks that the session takes turns as usual and leaves nothing behind."""
     assert not driver.scheduler.in_turn("s")
     assert not driver.cache._slots.is_expected("s")
     talk.turn([60, 61], 5)
@@ -41,8 +41,8 @@ def assert_goes_on(driver: Driver, talk: Talk) -> None:
     driver.assert_empty()
 
 
-# m. A client leaves and its next turn comes at once: that one is refused, or gets what was computed for the other
-# (36475, 36333).
+# m. A client leaves and its next turn comes at once. That turn is refused, or gets tokens that were computed for the
+# turn before (36475, 36333).
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -51,7 +51,7 @@ def assert_goes_on(driver: Driver, talk: Talk) -> None:
 def test_a_turn_right_behind_the_abort_of_the_one_before_is_a_turn_like_any_other(
     steps: int, same_id: bool, ahead: bool
 ) -> None:
-    """With `ahead` a step of the aborted turn is still on its way, whose result is nobody's."""
+    """With `ahead` a step of the aborted turn is still under way. Its result belongs to nobody."""
     driver = Driver(num_pages=128, ahead=ahead)
     talk = session_of(driver)
     for number in range(4):
@@ -69,7 +69,7 @@ def test_a_turn_right_behind_the_abort_of_the_one_before_is_a_turn_like_any_othe
     assert_goes_on(driver, talk)
 
 
-# n. A refused overlapping turn clears the mark of the one that runs: a third is let in, and both write (36503).
+# n. A refused overlapping turn clears the mark of the running turn. A third turn is let in, and both write (36503).
 
 
 @pytest.mark.parametrize("state", ["waiting", "running", "retracted"])
@@ -90,7 +90,7 @@ def test_turns_that_overlap_are_refused_for_as_long_as_the_first_one_lasts(state
         finish = driver.outcomes.pop(second.request_id).finish
         assert finish is not None
         assert isinstance(finish.error, SessionBusy)
-        driver.abort(second.request_id)  # its client leaves, which ends nothing
+        driver.abort(second.request_id)  # its client leaves, which ends no turn
         assert driver.scheduler.in_turn("s")
         driver.step()
     driver.run()
@@ -98,18 +98,18 @@ def test_turns_that_overlap_are_refused_for_as_long_as_the_first_one_lasts(state
     assert_goes_on(driver, talk)
 
 
-# o. A turn that is aborted, or whose session's KV is taken, while it waits in the queue bricks the session (31765,
-# 31767). Also if it waits because it was retracted (40251).
+# o. A turn is aborted in the queue, or its session's KV is taken. The session is unusable after that (31765, 31767).
+# The same happens if the turn waits because it was retracted (40251).
 
 Taken = Callable[[Driver], None]
 
 
 def nothing(_driver: Driver) -> None:
-    """It waits, and its KV rests."""
+    """The turn waits while its KV stays where it is."""
 
 
 def dropped(driver: Driver) -> None:
-    """Its session's KV goes to the token log."""
+    """The session's KV is dropped, so only the token log has the history."""
     driver.cache.release_session("s")
 
 
@@ -167,7 +167,7 @@ def test_a_turn_that_waits_is_run_or_leaves_no_trace_whatever_becomes_of_its_kv(
     assert_goes_on(driver, talk)
 
 
-# p. A retraction moves the point to which the session is taken back: an abort leaves half a turn in it (40252).
+# p. A retraction moves the point to which the session is rolled back. An abort then leaves half a turn in it (40252).
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -196,7 +196,7 @@ def test_an_abort_after_retractions_takes_the_session_back_to_its_last_commit(
     assert_goes_on(driver, talk)
 
 
-# q. A turn that ends after its session was closed marks pages as the session's once more.
+# q. A turn that ends after its session was closed assigns pages to the session again.
 
 
 @pytest.mark.parametrize("end", ["abort", "finish"])

@@ -1,4 +1,4 @@
-"""Memory of the machine, and of a container that may use less of it."""
+"""The machine's memory, and that of a container, which may use less of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ MIB = 2**20
 
 @pytest.fixture
 def places(tmp_path: Path) -> tuple[Path, Path]:
-    """As the kernel shows them to a process in the group /outer/inner, with 900 MiB free; no group has a limit."""
+    """/proc and cgroup files as the kernel shows them to a process in the group /outer/inner. 900 MiB are free, and no
+    group has a limit."""
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text(f"MemTotal: 4096000 kB\nMemAvailable:  {900 * 1024} kB\n")
@@ -24,7 +25,7 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
     for group in (
         cgroups / "outer",
         cgroups / "outer" / "inner",
-    ):  # the outermost of a machine has no such files
+    ):  # a machine's outermost group has no such files
         limit(group, "max", 700)
     return proc, cgroups
 

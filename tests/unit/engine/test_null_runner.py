@@ -1,4 +1,4 @@
-"""NullRunner: predictable tokens, and a loud answer to broken books."""
+"""NullRunner: tokens are predictable, and broken books cause an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Constraints that hold parts of an output: what is free runs as if there were none, what is held is held exactly."""
+"""Constraints that hold parts of an output. Free parts run as if there were no constraint, held parts are held
+exactly."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ LENGTH = 60
 
 
 class Islands:
-    """A TokenConstraint that holds the tokens behind each of `openers` to a Ladder, and no others."""
+    """A TokenConstraint that holds the tokens after each of `openers` to a Ladder, and no other tokens."""
 
     def __init__(self, openers: Sequence[int], rungs: Sequence[int] = RUNGS) -> None:
         self._openers = frozenset(openers)
@@ -57,7 +58,7 @@ class Islands:
 def by_hand(
     driver: Driver, prompt: Sequence[int], constraint: Islands, params: SamplingParams, count: int = LENGTH
 ) -> list[int]:
-    """One by one: the model's own pick, or what is allowed in its place."""
+    """The expected tokens: one by one the model's own pick, or the allowed token in its place."""
     out: list[int] = []
     while len(out) < count:
         (own,) = driver.oracle([*prompt, *out], 1, params)
@@ -67,7 +68,7 @@ def by_hand(
 
 
 class Oracle(NgramProposer):
-    """Guesses at every chance, and right: what the model would say if it were free."""
+    """Proposes drafts at every chance: the tokens that the model would pick if it were free."""
 
     driver: Driver
 
@@ -107,7 +108,7 @@ PARAMS = [greedy(LENGTH), SamplingParams(max_new_tokens=LENGTH, seed=4)]
 
 
 def openers(driver: Driver, params: SamplingParams, *places: int) -> list[int]:
-    """Tokens that are said at these places, and not before."""
+    """The tokens that are said at these places and at no earlier place."""
     said = driver.oracle(PROMPT, LENGTH, params)
     return [next(token for token in said[place:] if token not in said[:place]) for place in places]
 
@@ -119,7 +120,7 @@ def partly(name: str, constraint: Islands, params: SamplingParams, **options: An
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("place", range(8))
 def test_from_its_opener_on_it_is_held(driver: Driver, params: SamplingParams, place: int) -> None:
-    """Wherever in a step the opener is picked, what was picked behind it is not taken."""
+    """The opener may be picked at any place in a step. What that step picked after it is dropped."""
     opener = openers(driver, params, place)
     constraint = Islands(opener)
     held, free = driver.generate(partly("held", constraint, params), request("free", [9, 8], 40))
@@ -143,7 +144,7 @@ def test_often_held_and_often_free(driver: Driver, params: SamplingParams) -> No
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mode", MODES)
 def test_without_an_opener_each_step_is_as_without_a_constraint(mode: str, params: SamplingParams) -> None:
-    """Planned ahead, several in one go, with drafts: the very batches, not just the tokens."""
+    """With steps planned ahead, several at once and with drafts, the batches are the same, not just the tokens."""
     bare, watched = made(mode), made(mode)
     plain = bare.generate(request("a", PROMPT, sampling=params), request("b", [1, 2], 20))
     never = Islands([])
@@ -239,7 +240,7 @@ def test_an_abort_where_what_was_picked_was_taken_back() -> None:
 
 
 def test_a_step_that_fails_and_was_not_looked_at_fails_nobody() -> None:
-    """It was on its way when the opener before it came in."""
+    """The step was already under way when the opener before it was read."""
     driver = Driver(ahead=True)
     params = greedy(LENGTH)
     constraint = Islands(openers(driver, params, 2))

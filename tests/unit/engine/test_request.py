@@ -1,4 +1,5 @@
-"""LiveRequest and its tokens: history by reference, own tokens appended, costs that do not grow with history."""
+"""LiveRequest and its tokens: the history is a reference, own tokens are appended, and costs do not grow with the
+history."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests.unit.engine.driver import greedy, request
 
 
 class GuardedHistory(Sequence[int]):
-    """A history that counts the tokens read from it."""
+    """A history that counts how many of its tokens are read."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens)
@@ -76,7 +77,7 @@ def test_reading_own_tokens_never_touches_the_history() -> None:
 
 
 def test_a_waiting_request_reads_its_history_once() -> None:
-    """Each step asks the tree again for the first in the queue; that must not rebuild its tokens."""
+    """Each step asks the tree again for the first request in the queue. This must not rebuild the request's tokens."""
     history = GuardedHistory(range(1000))
     sequence = TokenSequence(history, 1000, [1, 2, 3])
     first = sequence.array()
@@ -108,7 +109,7 @@ def test_accept_counts_output_tokens() -> None:
 
 
 def begun(spec: GenerateRequest, known: Sequence[int] = ()) -> LiveRequest:
-    """It runs, on KV of these tokens of its history."""
+    """A request that runs on KV of the tokens `known` of its history."""
     live = LiveRequest(spec, 0)
     live.kv = SequenceKV(ANY_KV.chain("", 4), PageAccount())
     live.kv.chain.extend(known)

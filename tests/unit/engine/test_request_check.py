@@ -1,4 +1,4 @@
-"""What could never run, or would spoil a step for those beside it, is refused where it is submitted, by its field."""
+"""A request that could never run, or that would spoil a step for others, is refused at its submission, by field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request that goes on where another engine was lost says what it would have said there."""
+"""A request that resumes after another engine was lost says what it would have said there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WAYS = {
 
 
 class CountingWatcher:
-    """Finds a "stop string" at the token of that number."""
+    """Finds a "stop string" at the token with this number."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -62,7 +62,7 @@ class ModelRig(Rig):
         self._names = count()
 
     def say(self, **options: Any) -> Outcome:
-        """Without cached prefixes, so that every request computes what it needs."""
+        """Generates without cached prefixes, so that every request computes what it needs."""
         assert self.engine.flush().result(WAIT_S)
         return self.generate(request(f"r{next(self._names)}", PROMPT, **options))
 
@@ -79,7 +79,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[ModelRig]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_goes_on_as_if_it_had_begun(model: ModelRig, way: str) -> None:
-    """Penalties count what was said elsewhere, and random numbers go on from there."""
+    """Penalties count the tokens that were said elsewhere, and random numbers go on from there."""
     options = {"sampling": WAYS[way], "logprobs": LogprobParams(output=True, top=2)}
     whole = model.say(**options)
     assert len(whole.token_ids) == LENGTH
@@ -129,7 +129,7 @@ def test_a_seed_goes_on_from_its_place() -> None:
 
 
 def test_a_turn_ends_in_its_session() -> None:
-    """On the engine that knows the session, and on one that has none of its KV."""
+    """On the engine that knows the session, and on an engine without KV of it."""
     for driver in (Driver(), Driver()):
         talk = Talk(driver, "s")
         talk.history = [*range(1, 10), *driver.oracle(range(1, 10), 4)]
@@ -143,7 +143,7 @@ def test_a_turn_ends_in_its_session() -> None:
 @pytest.mark.parametrize("end", ["limit", "stop token", "stop string"])
 @pytest.mark.parametrize("known", [3, 6])
 def test_what_ends_a_request_ends_it_where_it_would_have(end: str, known: int) -> None:
-    """At the sixth token; if that is known already nothing is computed."""
+    """It ends at the sixth token. If this token is known already, nothing is computed."""
     driver = Driver()
     talk = Talk(driver, "s")
     talk.turn([1, 2], 4)
@@ -196,7 +196,7 @@ def test_a_cached_answer_is_no_cached_input() -> None:
 
 @pytest.mark.parametrize("steps", range(5))
 def test_retraction_and_abort_leave_no_trace(steps: int) -> None:
-    """While it waits, in mid-prefill and in mid-decode; what was resumed counts as told once."""
+    """While the request waits, in mid-prefill and in mid-decode. The resumed tokens are reported once."""
     driver = Driver()
     prompt = list(range(1, 11))
     whole = driver.oracle(prompt, 12)

@@ -1,4 +1,4 @@
-"""Steps planned before the result of the one before is known: what is pending, what waits, what is dropped."""
+"""Steps planned before the result of the step before is known: what is pending, what waits, what is dropped."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_context_is_never_exceeded() -> None:
 
 
 def stop_in_the_middle(driver: Driver) -> Any:
-    """A turn that ends by a stop token before its length."""
+    """Parameters of a turn that a stop token ends before its length, and the tokens of that turn."""
     expected = driver.oracle([1, 2, 3, 4], 30)
     place = next(n for n in range(2, 30) if expected[n] not in expected[:n])
     return greedy(30, stop_token_ids=frozenset({expected[place]})), expected[: place + 1]
@@ -81,7 +81,7 @@ def test_what_was_computed_past_a_stop_is_dropped(page_size: int, decode_steps: 
     assert kv.committed_len in (
         4 + len(expected) - 1,
         4 + len(expected),
-    )  # the last token's came with several steps
+    )  # the last token came with several steps
     assert kv.num_pages == -(-kv.committed_len // page_size)
     talk.turn([9, 9], 8)
 
@@ -128,7 +128,7 @@ def test_a_retracted_request_resumes_exactly_and_its_flying_result_is_dropped() 
 
 
 def test_nobody_is_retracted_while_a_step_is_in_flight() -> None:
-    """Its result may end a request; only when it is in does somebody have to go."""
+    """The step's result may end a request. Only after it is known is a request retracted."""
     driver = ahead(num_pages=6, page_size=2, prefix_cache=False)
     for name in ("a", "b"):
         driver.add(request(name, [1, 2, 3], 7))
@@ -211,7 +211,8 @@ class TestSeveralStepsInOneGo:
     )
     @pytest.mark.parametrize("runs_ahead", [False, True])
     def test_never_when_a_step_needs_the_host(self, options: dict[str, Any], runs_ahead: bool) -> None:
-        """Also not without that request, while it sits a step out for its result: it would wait for all of them."""
+        """While such a request waits for its result, the steps without it are single steps as well. Otherwise it would
+        wait for several steps."""
         driver = Driver(decode_steps=4, ahead=runs_ahead)
         driver.add(request("needs the host", [1, 2, 3], 6, **options))
         driver.add(request("plain", [4, 5, 6], 24))
@@ -230,7 +231,7 @@ class TestSeveralStepsInOneGo:
         assert [batch.num_steps for batch in driver.batches] == [1, 2, 6]
 
     def test_one_by_one_when_pages_run_short(self) -> None:
-        """Nothing gives way for steps that may be in vain."""
+        """No KV is demoted or evicted for steps that may be in vain."""
         driver = Driver(decode_steps=8, num_pages=3, page_size=4)
         talk = Talk(driver, "idle")
         talk.turn([5], 2)

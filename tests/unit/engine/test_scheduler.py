@@ -14,7 +14,7 @@ from tests.unit.engine.fault_rig import Listener
 
 
 def shape(batch: ScheduledBatch | None) -> dict[str, int]:
-    """Tokens of each request in a step."""
+    """The number of tokens of each request in a step."""
     assert batch is not None
     return {item.request_id: len(item.token_ids) for item in batch.items}
 
@@ -88,7 +88,7 @@ def test_more_decodes_than_budget_still_finish() -> None:
 
 
 class Babbler(Listener):
-    """Once it speaks, as many drafts as it may make, hardly ever right."""
+    """Once it speaks, it proposes as many drafts as it may. They are hardly ever right."""
 
     speaks = False
 
@@ -99,7 +99,7 @@ class Babbler(Listener):
 
 @pytest.mark.parametrize("budget", [8, 9, 16])
 def test_drafts_never_take_the_token_of_a_decode(budget: int) -> None:
-    """Eight requests decode, and a step has room for little more than that: each gets its token in each step."""
+    """Eight requests decode, and a step has room for little more. Each request gets its token in each step."""
     babbler = Babbler()
     driver = Driver(num_pages=256, max_batch_tokens=budget, guesser=babbler)
     specs = [request(f"r{n}", [n + 1, 2, 3], 40) for n in range(8)]
@@ -200,7 +200,7 @@ def test_a_request_waits_for_pages_without_touching_others() -> None:
 
 
 def test_two_long_prompts_do_not_push_each_other_out() -> None:
-    """The first has pages for its first chunk only; those for the rest of its prompt are spoken for."""
+    """The first request has pages only for its first chunk, but the pages for the rest of its prompt are reserved."""
     driver = Driver(num_pages=16, page_size=4, chunk_size=4)
     specs = [request("a", range(1, 40), 4), request("b", range(41, 80), 4)]
     for spec, outcome in zip(specs, driver.generate(*specs), strict=True):
@@ -219,7 +219,7 @@ def test_a_request_that_fills_the_pool_alone_runs() -> None:
 
 
 def test_no_request_waits_for_an_idle_session() -> None:
-    """Sessions x context is three times the pool; every turn still runs, rebuilding what was demoted."""
+    """The sessions' contexts together are three times the pool. Every turn still runs and rebuilds what was demoted."""
     driver = Driver(num_pages=16, page_size=4)
     talks = [Talk(driver, f"s{n}") for n in range(8)]
     for turn in range(3):
@@ -276,7 +276,7 @@ def test_abandon_all_answers_waiting_and_running_without_the_books(monkeypatch: 
 
 
 def test_the_kv_that_requests_take_and_lack_is_told() -> None:
-    """What runs has its pages; what waits lacks all that it will have."""
+    """A running request takes its pages. A waiting request lacks all the pages that it will have."""
     driver = Driver(page_size=4, num_pages=8, max_running=1)
     assert driver.scheduler.kv_utilization == 0
     driver.add(request("a", range(1, 9), 4))

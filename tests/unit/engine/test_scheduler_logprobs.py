@@ -11,7 +11,8 @@ from tests.unit.engine.null_runner import FAKE_LOGPROB
 
 
 def assert_input_logprobs(outcome: Outcome, tokens: list[int], start: int) -> None:
-    """One entry for each token from `start` on; only the very first token of a sequence has none."""
+    """Checks that there is one entry for each token from `start` on. Only the very first token of a sequence has no
+    value."""
     assert [entry.token_id for entry in outcome.input_logprobs] == tokens[start:]
     for position, entry in enumerate(outcome.input_logprobs, start):
         assert entry.logprob == (None if position == 0 else FAKE_LOGPROB)
@@ -30,7 +31,7 @@ def test_input_logprobs_over_chunk_borders(page_size: int, chunk_size: int, star
 
 @pytest.mark.parametrize("start", [0, 1, 12, 13, 18])
 def test_input_logprobs_behind_a_cached_prefix(start: int) -> None:
-    """The tree holds 16 tokens; what is asked for is computed again, with the token before it."""
+    """The tree holds 16 tokens. The tokens that are asked for are computed again, with the token before them."""
     driver = Driver(page_size=4)
     prompt = list(range(10, 29))
     driver.generate(request("warm", prompt, 1))
@@ -54,7 +55,8 @@ SHARED = list(range(30, 46))
 
 
 def long_session(driver: Driver) -> Talk:
-    """Its history begins with a prefix that others share, and is 30 tokens long; another session is in the pool."""
+    """A session with 30 tokens of history, which begin with a prefix that others share. Another session is in the pool,
+    too."""
     driver.generate(request("warm", [*SHARED, 1], 1))
     talk = Talk(driver, "s")
     talk.turn([*SHARED, 50, 51, 52, 53], 10)
@@ -66,7 +68,8 @@ def long_session(driver: Driver) -> Talk:
 @pytest.mark.parametrize("chunk_size", [3, 64])
 @pytest.mark.parametrize("start", [0, 1, 7, 15, 16, 17, 24, 28, 29, 30, 31])
 def test_input_logprobs_of_the_history(page_size: int, chunk_size: int, start: int) -> None:
-    """What is asked for is computed again, and the session and the pool are as after a turn that asked for nothing."""
+    """The tokens that are asked for are computed again. After that, session and pool are as after a turn that asked for
+    nothing."""
     pools = []
     for logprobs in (None, LogprobParams(input_start=start)):
         driver = Driver(page_size=page_size, chunk_size=chunk_size, num_pages=256)
@@ -111,7 +114,7 @@ def test_input_logprobs_of_the_history_where_the_window_has_passed(window_len: i
 def test_input_logprobs_of_the_history_come_once_or_not_at_all(
     start: int, window_len: int | None, steps: int, end: str
 ) -> None:
-    """The turn is retracted, or aborted and asked again, while it computes the history or after."""
+    """The turn is retracted, or aborted and asked again, while it computes the history or later."""
     driver = Driver(num_pages=128, chunk_size=5, window_len=window_len, num_window_pages=128)
     talk = long_session(driver)
     history = list(talk.history)
@@ -171,7 +174,7 @@ def test_input_logprobs_of_the_history_when_steps_are_planned_ahead() -> None:
 
 
 def test_what_a_session_gives_up_for_input_logprobs_counts_as_room_for_them() -> None:
-    """Its own KV is most of the pool: its turn begins beside the request that runs, not after it."""
+    """The session's own KV is most of the pool. Its turn begins beside the running request, not after it."""
     driver = Driver(num_pages=32, page_size=4)
     talk = Talk(driver, "s")
     talk.turn([1 + n % 90 for n in range(90)], 4)

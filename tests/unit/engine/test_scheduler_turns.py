@@ -12,7 +12,8 @@ PAGE_SIZES = [1, 4, 16]
 
 @pytest.mark.parametrize("page_size", [1, 16, 256])
 def test_cached_tokens_of_a_turn(page_size: int) -> None:
-    """Turn N finds turn N-1's prompt and completion, less the last token, which was sampled but never run."""
+    """Turn N finds the prompt and the completion of turn N-1, except the last token, which was sampled but never
+    run."""
     driver = Driver(page_size=page_size, num_pages=4 if page_size == 256 else 256)
     talk = Talk(driver, "s")
     assert talk.turn(range(1, 20), 5).cached == 0
@@ -60,7 +61,7 @@ def test_abort_of_a_first_turn_before_admission_leaves_nothing() -> None:
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
 def test_abort_of_a_first_turn_leaves_no_session(page_size: int, steps: int) -> None:
-    """20 prompt tokens in chunks of 8: steps 1 and 2 are mid-prefill, the others mid-decode."""
+    """20 prompt tokens in chunks of 8: steps 1 and 2 are in mid-prefill, the others in mid-decode."""
     driver = Driver(page_size=page_size)
     talk = Talk(driver, "s")
     spec = talk.spec(range(1, 21), 9)
@@ -128,11 +129,11 @@ def test_rewind_and_continue(page_size: int) -> None:
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_kv_past_the_history_handed_in_is_never_reused(page_size: int) -> None:
-    """The turn finished here, but its commit failed, or its owner rewound: the KV past the history is stale."""
+    """The turn finished here, but its commit failed or its owner rewound. The KV past the history is stale."""
     driver = Driver(page_size=page_size)
     talk = Talk(driver, "s")
     talk.turn(range(1, 10), 4)
-    driver.generate(talk.spec([40, 41, 42], 6))  # never committed
+    driver.generate(talk.spec([40, 41, 42], 6))  # is never committed
     outcome = talk.turn([50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60], 6)
     assert outcome.cached <= len(talk.history) - 17
     talk.turn([61], 3, keep=5)
@@ -161,7 +162,7 @@ def test_a_session_rewound_to_nothing_is_as_good_as_new() -> None:
 
 
 def test_a_moved_session_starts_from_its_log() -> None:
-    """A replica that adopts a session knows its tokens only; an equal prompt in the tree is reused."""
+    """A replica that adopts a session knows only its tokens. An equal prompt in the tree is reused."""
     old, new = Driver(), Driver()
     talk = Talk(old, "s")
     talk.turn(range(1, 20), 5)

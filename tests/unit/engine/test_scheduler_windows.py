@@ -1,4 +1,4 @@
-"""Sliding windows do not keep sessions and prompts from sharing what they have in common."""
+"""With sliding windows, sessions and prompts still share what they have in common."""
 
 from __future__ import annotations
 

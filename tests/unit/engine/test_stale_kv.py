@@ -13,7 +13,7 @@ PAGE_SIZES = (1, 4, 16)
 
 
 def at_rest(driver: Driver) -> None:
-    """On the device."""
+    """Leaves the KV on the device."""
 
 
 def being_saved(driver: Driver) -> None:
@@ -60,7 +60,7 @@ PLACES = [at_rest, being_saved, on_the_host, being_written, on_disk, being_loade
 
 
 def driver_of(page_size: int) -> Driver:
-    """Copies end when they are told to, or when nothing else can go on."""
+    """A driver whose copies end when a test says so, or when nothing else can go on."""
     return Driver(page_size=page_size, num_pages=256, host_pages=256, disk_pages=256, copies_wait=True)
 
 
@@ -77,7 +77,7 @@ def test_a_history_that_changed_elsewhere_finds_the_part_that_did_not(
     talk.history = [*talk.history[:keep], *[60 + n % 30 for n in range(40 - keep)]]
     outcome = talk.turn([50, 51], 5)
     on_device = place in (at_rest, being_saved)
-    # The first prompt's whole pages are the tree's: a cut into them leaves whole pages only.
+    # The tree owns the full pages of the first prompt, so a cut into them leaves full pages only.
     whole_pages = on_device and keep < 29 // page_size * page_size
     assert outcome.cached == (keep // page_size * page_size if whole_pages else keep)
     assert talk.turn([52], 5).cached == len(talk.history) - 6 - 1

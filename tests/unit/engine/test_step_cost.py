@@ -88,7 +88,7 @@ def test_a_request_that_waits_reads_its_history_once() -> None:
 
 
 class Decoding:
-    """`num_streams` sessions that decode around a model whose every token is 7."""
+    """`num_streams` sessions that decode with a model whose every token is 7."""
 
     def __init__(self, num_streams: int, history_len: int = 40) -> None:
         num_pages = num_streams * (history_len // 16 + 20)
@@ -110,7 +110,7 @@ class Decoding:
 
 
 def test_a_step_costs_the_same_for_each_stream_however_many_there_are() -> None:
-    """Of 16 steps, in which each stream needs a page once."""
+    """Counts 16 steps, in which each stream needs one new page."""
 
     def per_token(num_streams: int, history_len: int = 40) -> float:
         decoding = Decoding(num_streams, history_len)

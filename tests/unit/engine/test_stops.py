@@ -1,4 +1,4 @@
-"""When a request ends: stop ids, end-of-sequence, stop strings, lengths; what the first reason hides."""
+"""When a request ends: stop ids, end-of-sequence, stop strings, lengths. The first reason hides later ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.unit.engine.driver import Driver, Talk, greedy, request
 
 
 class SpyWatcher:
-    """Finds a "stop string" after `count` tokens; keeps what it saw."""
+    """Finds a "stop string" after `count` tokens. Keeps the tokens that it saw."""
 
     def __init__(self, count: int) -> None:
         self.seen: list[int] = []

@@ -1,4 +1,4 @@
-"""What sampling parameters forbid by the output so far never comes, however a request is scheduled."""
+"""Tokens that sampling parameters forbid by the output so far never come, however a request is scheduled."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LENGTH = 24
 
 
 def by_hand(driver: Driver, params: SamplingParams, prompt: Sequence[int] = PROMPT) -> list[int]:
-    """What the null runner says under rules that are written out here once more."""
+    """What the null runner says under the rules, which are written here a second time."""
     out: list[int] = []
     while len(out) < params.max_new_tokens:
         (own,) = driver.oracle([*prompt, *out], 1, params)
@@ -85,7 +85,7 @@ def test_each_token_is_the_pick_among_those_allowed(driver: Driver, name: str) -
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("known", [1, 4, 7])
 def test_resumed_it_says_what_it_would_have_said(driver: Driver, name: str, known: int) -> None:
-    """The count of output begins with the turn's first token, wherever that was made."""
+    """The output is counted from the turn's first token, wherever that was made."""
     params = rules(driver)[name]
     whole = by_hand(driver, params)
     spec = request("a", PROMPT, sampling=params, resumed_tokens=whole[:known])
@@ -106,7 +106,7 @@ def test_retracted_it_goes_on_where_it_was(driver: Driver, name: str, after: int
 
 
 def test_behind_the_earliest_end_it_runs_like_any_other() -> None:
-    """Several steps in one go, once nothing is forbidden any more."""
+    """Several steps run at once as soon as nothing is forbidden any more."""
     driver = Driver(ahead=True, decode_steps=4)
     params = greedy(40, min_new_tokens=6)
     (outcome,) = driver.generate(request("a", PROMPT, sampling=params))
@@ -163,7 +163,7 @@ def test_without_parameters_there_are_no_rules() -> None:
 
 
 class ModelRig(Rig):
-    """The embedded model, float32, behind the engine's thread. It may end with this token."""
+    """The embedded model in float32 behind the engine's thread. `end` is its end token."""
 
     def __init__(self, end: int, speculation: SpeculationSettings) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class ModelRig(Rig):
 
 @pytest.mark.parametrize("method", ["off", "ngram"])
 def test_it_is_what_transformers_says(method: SpeculationMethod) -> None:
-    """Greedy, float32. The end token is one that the model says early."""
+    """Greedy, in float32. The end token is one that the model says early."""
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     prompt = [*range(300, 330), *range(300, 310)]
 

@@ -1,4 +1,4 @@
-"""The configuration of a Llama that loads in a moment, with random weights."""
+"""The configuration of a Llama with random weights that loads in a moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster in this process whose replicas a test can lose at any event: real engines, turns, log and dispatcher."""
+"""A cluster in this process with real engines, turns, log and dispatcher. A test can lose its replicas at any event."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ from tests.unit.serving.local_service import small_text
 from tests.unit.serving.replica_rig import Rig, local_controller, running_rig
 
 STEP_S = 0.03
-"""Of every replica's engine, unless somebody waits for news of a turn: so tokens come one by one, to who reads them."""
+"""How long a step of every replica's engine takes while nobody reads a turn's next event. A read lets the next step
+begin at once, so that the reader gets tokens one by one."""
 
 
 Loss = Callable[[int, TurnEvent], bool]
-"""Is the replica lost at this event of a turn, the how manieth it is? The event is not told then."""
+"""Called with the number of a turn's event and the event: whether the replica is lost there. The event is not passed on
+then."""
 
 
 def behind(count: int) -> Loss:
@@ -45,9 +47,9 @@ def at_the_end(_number: int, event: TurnEvent) -> bool:
 class Replicas:
     """Stands in for ReplicaCalls.
 
-    `losses` says when a replica is lost; `dead` are lost. A lost replica's turn is cut off, as if its process had died.
-    If it only `seems_lost` the turn goes on unheard: `unheard` are such turns. `calls` are those begun; while not
-    `delivered` they are on their way.
+    `losses` says when a replica is lost; `dead` are the lost ones. A lost replica's turn is cut off, as if its process
+    had died. With `seems_lost` the turn goes on, but nobody hears of it: `unheard` are such turns. `calls` are the
+    calls that have begun. Until `delivered` is set they are on their way.
     """
 
     def __init__(self, rigs: dict[str, Rig]) -> None:
@@ -66,7 +68,7 @@ class Replicas:
         return [rig.turns.abort(call.request_id, call.tenant) for rig in living]
 
     async def call(self, replica_id: str, call: AnyCall) -> Any:
-        """A pinned call, as the replica answers it."""
+        """A pinned call, answered as the replica answers it."""
         assert isinstance(call, MoveSession)
         if replica_id in self.dead:
             raise ReplicaGone(replica_id, Seen.DIED)
@@ -115,7 +117,7 @@ class Replicas:
 
 
 class Failover:
-    """`replicas` over the rigs "a", "b" ...; sessions are opened at "a"."""
+    """A dispatcher over the replicas "a", "b" ... of `rigs`. Sessions are opened at "a"."""
 
     def __init__(self, rigs: list[Rig], failover_timeout_s: float, traces: FrontTraces = UNTRACED) -> None:
         self.rigs = rigs
@@ -141,7 +143,7 @@ class Failover:
             self.cluster.register_replica(rig.host.status())
 
     async def events(self, call: TurnCall) -> AsyncGenerator[TurnEvent, None]:
-        """As the protocols read them."""
+        """The turn's events, as the protocols read them."""
         async with self.dispatcher.dispatch(call) as events:
             async for event in events:
                 yield event
@@ -152,7 +154,7 @@ class Failover:
             return merge_events([event async for event in stream])
 
     def committed(self, session_id: str) -> tuple[int, int]:
-        """Turns and tokens in the ledger."""
+        """The session's numbers of turns and of tokens in the ledger."""
         (entry,) = (entry for entry in self.cluster.sessions() if entry.session_id == session_id)
         return entry.turns, entry.tokens
 

@@ -1,4 +1,4 @@
-"""Small JSON schemas for Hypothesis, of all that can be enforced."""
+"""Small JSON schemas for Hypothesis. They use every kind that can be enforced."""
 
 from __future__ import annotations
 

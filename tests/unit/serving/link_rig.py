@@ -1,4 +1,4 @@
-"""A front end's calls and a replica's end of them, in one process, over real sockets."""
+"""A front end's calls and the replica's end of them in one process, over real sockets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Serve = Callable[[AnyCall, Emit], Coroutine[Any, Any, None]]
 
 
 class LinkRig:
-    """Replica "r" answers calls by `serve`. `died` is what Ray says of its process. A front end on another node speaks
+    """Replica "r" answers calls with `serve`. `died` is what Ray says of its process. A front end on another node uses
     TCP."""
 
     def __init__(

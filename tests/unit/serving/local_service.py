@@ -1,4 +1,4 @@
-"""The real service on one replica in this process: real engine, real turns, real session log, no Ray, no network."""
+"""The real service on one replica in this process: real engine, turns and session log, but no Ray and no network."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ MODEL = ModelInfo("null-model", "/models/null", "/models/null", 512, VOCAB_SIZE,
 
 
 class LocalService:
-    """A TurnService. `calls` remembers what it was asked."""
+    """A TurnService on one replica. `calls` are the turns that it was asked for."""
 
     model = MODEL
 
@@ -77,7 +77,7 @@ class LocalService:
 
     @property
     def cluster(self) -> Cluster:
-        """The controller's logic, which has just heard of the replica: nothing else sends signs of life here."""
+        """The controller's logic. Each access registers the replica, because nothing else sends heartbeats here."""
         cluster = self.rig.controller.cluster
         cluster.register_replica(self.rig.host.status())
         return cluster
@@ -236,7 +236,7 @@ class LocalService:
 
 
 def _calls_of(rig: Rig) -> ReplicaCalls:
-    """A front end's calls, of which there are none: turns go to the rig by themselves."""
+    """A front end's calls to replicas. There are none here, because turns go to the rig directly."""
 
     def refuse(*_: Any) -> Any:
         raise AssertionError("no replica is called")
@@ -246,7 +246,7 @@ def _calls_of(rig: Rig) -> ReplicaCalls:
 
 
 class LocalSource:
-    """Looks at a local service as ClusterSource does at a cluster. `looks` counts them."""
+    """Looks at a local service as ClusterSource looks at a cluster. `looks` counts the looks."""
 
     def __init__(self, service: LocalService) -> None:
         self._service = service
@@ -272,7 +272,7 @@ class LocalSource:
 
 @contextmanager
 def _as_service_errors() -> Iterator[None]:
-    """The engine's errors as a client of a replica has them."""
+    """Turns the engine's errors into those that a client of a replica gets."""
     try:
         yield
     except EngineError as error:
@@ -305,7 +305,7 @@ def small_text() -> TextProcessor:
 
 
 def shown_text(token_ids: list[int]) -> str:
-    """The text of a whole answer that ended for length."""
+    """The text of a whole answer that reached its length limit."""
     return small_text().output_text().push(token_ids, Finish(FinishReason.LENGTH))
 
 
@@ -316,7 +316,7 @@ async def local_service(directory: Path) -> AsyncIterator[LocalService]:
 
 
 def client_of(app: FastAPI) -> httpx.AsyncClient:
-    """Talks to the application without a network; replies arrive whole."""
+    """A client that calls the application without a network. Replies arrive whole."""
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=30.0)
 
 
@@ -331,7 +331,7 @@ async def local_client(directory: Path) -> AsyncIterator[tuple[httpx.AsyncClient
 
 @asynccontextmanager
 async def http_server(app: FastAPI) -> AsyncIterator[str]:
-    """The application over real HTTP on this event loop; gives its address."""
+    """Serves the application over real HTTP on this event loop. Yields its address."""
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None))
     serving = asyncio.create_task(server.serve())
     while not server.started:

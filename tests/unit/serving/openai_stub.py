@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server over real HTTP, whose words are tokens, for tests of the client side."""
+"""A small OpenAI-compatible server over real HTTP, for tests of the client side. Its tokens are words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SESSIONS_IN_PAGE = 2
 
 @dataclass
 class Stub:
-    """The stub's behaviour (set by the test) and what it has seen. Times are seconds."""
+    """The stub's behaviour, which the test sets, and what the stub has seen. Times are seconds."""
 
     keeps_sessions: bool = True
     reports_usage: bool = True

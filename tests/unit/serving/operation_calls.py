@@ -1,4 +1,4 @@
-"""Calls of every operation of the served OpenAPI document, as schemathesis makes them up, and their replies checked."""
+"""Calls every operation of the served OpenAPI document with what schemathesis makes up, and checks the replies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.unit.serving.served_service import REPLY_PATIENCE_S, ServedService
 
 DOCUMENTED = [status_code_conformance, content_type_conformance, response_schema_conformance]
 MOST_OPTIONAL_FIELDS = 4
-"""A made-up body has most fields that there are, and so one that is refused. Of most bodies only so many are kept."""
+"""A made-up body has most of the possible fields, and so nearly always one that is refused. Most bodies therefore keep
+only this many optional fields."""
 SOUND: dict[str, Any] = {
     "input": "hello",
     "messages": [{"role": "user", "content": "hello"}],
@@ -32,25 +33,25 @@ SOUND: dict[str, Any] = {
     "rid": "a",
     "length": 0,
 }
-"""What a model can go on from: most that schemathesis makes up is no text, or not of the model's tokens. A body gets
-the first that it has a place for."""
+"""Inputs that the model can use. Most that schemathesis makes up is not text, or not tokens of the model. A body gets
+the first of these that it has a field for."""
 
 LAST_OPERATIONS = ("DELETE", "/drain")
-"""They take away what others work on, so they come at the end of a round."""
+"""These operations take away what other operations work on, so they come at the end of a round."""
 UNAVAILABLE = {("POST /v1/kedge/sessions/{session_id}/move", 503)}
-"""With one replica there is no other one for a session to go to."""
+"""Replies that are no fault: with a single replica, a session has nowhere to move to."""
 ENDLESS = "GET /v1/kedge/watch"
-"""It is a stream that ends when it is asked to."""
+"""This stream ends only when it is asked to."""
 KNOWN_NAMES = ("a", "b")
-"""Of sessions that calls have in common."""
+"""The ids of sessions that calls share."""
 MOST_KNOWN = 12
 LIKELY = 0.8
 
 
 class OperationCalls:
-    """Calls the operations of a service. `cases` counts the calls by operation and status, `findings` are what was
-    wrong, each once. `known` are ids that replies had: later calls name them, so they meet sessions and responses
-    that are there."""
+    """Calls the operations of a service. `cases` counts the calls by operation and status. `findings` are the faults,
+    each once. `known` are ids from replies: later calls name them, so that they reach sessions and responses that
+    exist."""
 
     def __init__(self, served: ServedService) -> None:
         self.cases: Counter[tuple[str, int]] = Counter()
@@ -58,7 +59,7 @@ class OperationCalls:
         self.known = list(KNOWN_NAMES)
         self._served = served
         self._http = requests.Session()
-        # A connection that is kept may be closed by the server just when the next call is sent.
+        # The server may close a kept connection just when the next call is sent.
         self._http.headers["connection"] = "close"
         document = schemathesis.openapi.from_url(f"{served.address}/openapi.json")
         operations = [found.ok() for found in document.get_all_operations()]
@@ -70,7 +71,8 @@ class OperationCalls:
         return [operation.label for operation in self._operations]
 
     def round(self, number: int, cases: int) -> None:
-        """Up to `cases` valid and as many invalid calls of each operation. The same number, the same calls."""
+        """Makes up to `cases` valid and as many invalid calls of each operation. The same `number` makes the same
+        calls."""
         for operation in self._operations:
             for mode in schemathesis.GenerationMode:
                 self._call_many(operation, mode, number, cases)
@@ -98,7 +100,7 @@ class OperationCalls:
             assert not positive, f"{operation.label}: nothing valid can be made up"
 
     def _make_likely(self, case: Any, random: Random) -> None:
-        """Changes most valid calls so that they get further than the first check."""
+        """Changes most valid calls so that they get past the first check."""
         if isinstance(case.body, dict) and random.random() < LIKELY:
             schema = self._bodies[case.operation.label]
             needed = case.body.keys() & set(schema.get("required", ()))
@@ -142,7 +144,7 @@ class OperationCalls:
         self.findings.setdefault(f"{label}: {what}", case.as_curl_command()[:2000])
 
     def _learn(self, reply: Any) -> None:
-        """Ids that a reply has made."""
+        """Remembers the id that a reply contains."""
         if reply.status_code >= 300 or reply.headers.get("content-type") != ["application/json"]:
             return
         told = reply.json()
@@ -156,7 +158,7 @@ class OperationCalls:
 
 
 def faults_in(content_type: str, content: bytes) -> list[str]:
-    """What is wrong with a stream: it must end, and must not end in an error of the server's."""
+    """The faults of a stream. It must end properly, and not with an internal error of the server."""
     if not content_type.startswith("text/event-stream"):
         return []
     faults = []

@@ -21,7 +21,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 @dataclass(frozen=True)
 class Span:
-    """One that has come; ids are hexadecimal, as in `traceparent`. `parent_id` is empty for a root's."""
+    """A received span. Ids are hexadecimal, as in `traceparent`. A root's `parent_id` is empty."""
 
     name: str
     service: str
@@ -41,7 +41,7 @@ class Span:
 
 @dataclass
 class Collector:
-    """`paths` are those that it was called at."""
+    """The spans that were received. `paths` are the paths that were called."""
 
     endpoint: str
     spans: list[Span] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Collector:
             self.spans += [_span(service, each) for scope in group.scope_spans for each in scope.spans]
 
     def named(self, name: str) -> list[Span]:
-        """In the order in which they began."""
+        """The spans of this name in the order in which they began."""
         return sorted((span for span in self.spans if span.name == name), key=lambda span: span.start_ns)
 
     def one(self, name: str) -> Span:
@@ -64,7 +64,7 @@ class Collector:
         return span
 
     def tree(self, root_id: str = "") -> str:
-        """Names, children further in and in the order in which they began."""
+        """The names of the spans as a tree. Children are indented, in the order in which they began."""
         return "\n".join(self._lines(root_id, 0))
 
     def children(self, parent_id: str) -> list[Span]:

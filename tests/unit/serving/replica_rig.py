@@ -1,4 +1,5 @@
-"""One replica without Ray: the real engine on the null runner, the real controller logic on SQLite, no model."""
+"""One replica without Ray and without a model: the real engine on the null runner, the real controller logic on
+SQLite."""
 
 from __future__ import annotations
 
@@ -53,11 +54,11 @@ VOCAB_SIZE = 1000
 REPLICA_ID = "replica-a"
 OFF = SpeculationSettings()
 WAIT_S = 20.0
-"""How long a test waits for what must happen at once."""
+"""How long a test waits for something that must happen at once."""
 
 
 class SwitchableLog:
-    """The session log in a file; while it is `away` it neither reads nor writes."""
+    """The session log in a file. While it is `away`, reads and writes fail."""
 
     def __init__(self, path: Path) -> None:
         self._store = SqliteSessionStore(path)
@@ -72,8 +73,8 @@ class SwitchableLog:
 class LocalController:
     """Stands in for ControllerCalls: the same methods on a Cluster in this process.
 
-    `failures` raise once each in place of the call; `lost_replies` raise after it was carried out. While the `gate` is
-    closed nothing is answered. `log` is the cluster's.
+    Each of `failures` is raised once in place of the call. Each of `lost_replies` is raised once after the call was
+    carried out. While the `gate` is closed nothing is answered. `log` is the cluster's log.
     """
 
     def __init__(self, cluster: Cluster, log: SwitchableLog) -> None:
@@ -99,7 +100,7 @@ class LocalController:
         return call
 
     def _method(self, name: str) -> Callable[..., Any]:
-        """Of the cluster, or of the part of it that the actor hands the call to."""
+        """The method of the cluster, or of the part of it to which the actor hands the call."""
         parts: dict[str, Callable[..., Any]] = {
             "commit_turn": self._commit_turn,
             "notes": self.cluster.notes.page,
@@ -121,8 +122,8 @@ def local_controller(directory: Path, timer: Callable[[], float] = time.perf_cou
 
 
 class SlowRunner(NullRunner):
-    """A null runner whose steps take `step_s`; one that is `wanted` takes no time. While it is held a turn that has
-    begun is in flight, however long the test takes."""
+    """A null runner whose steps take `step_s`. A release of `wanted` ends a step at once. While the runner is held, a
+    turn that has begun stays in flight, however long the test takes."""
 
     def __init__(self, *args: Any, step_s: float = 0.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -149,7 +150,7 @@ class SlowRunner(NullRunner):
 
 
 class Rig:
-    """Everything of one replica, for tests to look into. Those of one `controller` are a cluster."""
+    """All parts of one replica, for tests to look into. Rigs that share a `controller` form a cluster."""
 
     def __init__(
         self,
@@ -224,7 +225,7 @@ class Rig:
         return watch
 
     def open_session(self, session_id: str, **options: Any) -> int:
-        """Registers a session in the ledger; returns its epoch."""
+        """Registers a session in the ledger. Returns its epoch."""
         cluster = self.controller.cluster
         cluster.register_replica(self.host.status())
         assignment = cluster.open_session(
@@ -233,7 +234,7 @@ class Rig:
         return int(assignment.epoch)
 
     async def run(self, call: TurnCall, epoch: int | None = None) -> list[TurnEvent]:
-        """The whole turn's events."""
+        """Runs a whole turn. Returns its events."""
         return [event async for event in self.events(call, epoch)]
 
     async def events(self, call: TurnCall, epoch: int | None = None) -> AsyncGenerator[TurnEvent, None]:
@@ -252,19 +253,19 @@ class Rig:
             await asyncio.wait([turn])
 
     async def begun(self, count: int = 1) -> None:
-        """Waits until so many turns are at the engine."""
+        """Waits until at least `count` turns are at the engine."""
         async with asyncio.timeout(WAIT_S):
             while self.turns.num_live < count:
                 await asyncio.sleep(0.001)
 
     async def pending_commits(self, count: int) -> None:
-        """Waits until just so many finished turns wait for the log."""
+        """Waits until exactly `count` finished turns wait for the log."""
         async with asyncio.timeout(WAIT_S):
             while self.figure("kedge_commits_pending") != count:
                 await asyncio.sleep(0.001)
 
     def figure(self, name: str, **labels: str) -> float:
-        """A metric of the replica; 0 if it has not been counted."""
+        """The value of a metric of the replica; 0 if it has no such sample."""
         wanted = {"replica": self.replica_id, **labels}
         families = text_string_to_metric_families(self.metrics.render())
         samples = [sample for family in families for sample in family.samples]
@@ -277,7 +278,7 @@ class Rig:
                 await asyncio.sleep(0.001)
 
     async def pages(self) -> PageAccounts:
-        """The books as they are; statistics are behind."""
+        """The accounts of the full pool from an audit, because the engine's statistics lag behind."""
         report = await asyncio.wrap_future(self.engine.audit())
         assert report.clean, report
         return report.pools["full"]
@@ -291,7 +292,7 @@ class Rig:
         raise AssertionError("turns did not settle")
 
     async def books_are_empty(self) -> None:
-        """All pages are free once sessions are closed and cached prefixes flushed."""
+        """Checks that all pages are free once sessions are closed and cached prefixes are flushed."""
         await self.settled()
         assert await asyncio.wrap_future(self.engine.flush())
         assert await asyncio.wrap_future(self.engine.session_kv_tokens()) == {}

@@ -1,4 +1,4 @@
-"""The real service behind a real socket, on a thread of its own: for clients that wait, as schemathesis does."""
+"""The real service behind a real socket, on a thread of its own. It is for clients that block, such as schemathesis."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from serving.front.http import create_http_app
 from tests.unit.serving.local_service import LocalService, http_server, local_service
 
 REPLY_PATIENCE_S = 60.0
-"""A call that takes longer is one that hangs, also on a busy machine."""
+"""A call that takes longer hangs, even on a busy machine."""
 
 T = TypeVar("T")
 
 
 class ServedService:
-    """`address` is where it listens. Everything else of it lives on its thread: `run` goes there."""
+    """`address` is where the service listens. All other parts live on the service's thread; `run` runs a coroutine
+    there."""
 
     def __init__(self, address: str, service: LocalService, loop: asyncio.AbstractEventLoop) -> None:
         self.address = address
@@ -31,7 +32,7 @@ class ServedService:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(REPLY_PATIENCE_S)
 
     def raw_call(self, request: bytes) -> bytes:
-        """The bytes that answer these, up to the end of the connection."""
+        """Sends `request` and returns all bytes until the connection ends."""
         host, port = self.address.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), REPLY_PATIENCE_S) as connection:
             connection.sendall(request)
@@ -43,7 +44,7 @@ class ServedService:
 
 @contextmanager
 def served_service(directory: Path, **options: Any) -> Iterator[ServedService]:
-    """`options` are the application's."""
+    """Runs the service for the time of a test. `options` go to the application."""
     came_up: list[ServedService] = []
     up, ending = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer with a ChatML template, and a SentencePiece-like one, made in milliseconds."""
+"""A byte-level BPE tokenizer with a ChatML template, and a SentencePiece-like one. Both are made in milliseconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CORPUS = [
 
 
 def byte_level_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    """END_ID ends an answer; BOS_ID begins a text by default."""
+    """A byte-level tokenizer. END_ID ends an answer; by default BOS_ID begins a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -39,7 +39,7 @@ def byte_level_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFa
 
 
 def piece_tokenizer() -> PreTrainedTokenizerFast:
-    """As Llama 2's: U+2581 for spaces, byte fallback, and a space that is dropped at the beginning."""
+    """A tokenizer like Llama 2's: U+2581 for spaces, byte fallback, and a dropped space at the beginning."""
     characters = sorted({char.replace(" ", "\u2581") for text in CORPUS[:2] for char in text} | {"\u2581"})
     tokens = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *characters]
     tokenizer = Tokenizer(

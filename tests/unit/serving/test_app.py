@@ -1,4 +1,4 @@
-"""What the application tells Ray Serve, and Serve every process that runs."""
+"""How many replicas the application asks Ray Serve for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that outlives its caller: it comes to its end, and a failure is logged if nobody hears of it otherwise."""
+"""Work that outlives its caller runs to its end. A failure is logged if nobody else hears of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def test_a_failure_that_its_caller_is_told_is_not_logged(caplog: pytest.Lo
     told = await asyncio.gather(*waiters, return_exceptions=True)
     assert [type(error) for error in told] == [ValueError, ValueError]
     with pytest.raises(ValueError, match="told"):
-        await tasks.outcome(work)  # from now on, too
+        await tasks.outcome(work)  # later waiters hear of it as well
     assert not caplog.records
 
 

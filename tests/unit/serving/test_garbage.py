@@ -1,4 +1,4 @@
-"""What is loaded is not looked through again and again."""
+"""The garbage collector does not scan what was loaded at the start again and again."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ assert looked_through, "garbage cycles are never found"
 
 
 def test_what_stays_is_looked_through_no_more() -> None:
-    """In a process of its own, which it changes."""
+    """Runs in a process of its own, because it changes the process."""
     subprocess.run([sys.executable, "-c", PROCESS], check=True)

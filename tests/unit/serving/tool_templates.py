@@ -1,4 +1,4 @@
-"""Chat templates in the manner of three families of models, for their ways with tools."""
+"""Chat templates that treat tools as those of three model families do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers with function calls, in pieces of which more are made."""
+"""Answers with function calls for Hypothesis, made of pieces."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cut(text: str, places: Iterable[int]) -> list[str]:
 
 
 def read(name: FormatName, *parts: str) -> list[Piece]:
-    """What is told of an answer, with neighbours joined: content as one string, a call as one piece."""
+    """What the parser reports of an answer, with neighbours joined: content as one string, each call as one piece."""
     parser = JsonCallParser(FORMATS[name])
     pieces = [piece for part in parts for piece in parser.push(part)] + parser.flush()
     joined: list[Piece] = []

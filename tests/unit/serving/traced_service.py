@@ -1,4 +1,4 @@
-"""Replicas, dispatcher and HTTP in one process, with a trace of every turn: as a cluster has them, without Ray."""
+"""Replicas, dispatcher and HTTP in one process, with a trace of every turn. All is as in a cluster, but without Ray."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.unit.serving.otlp_collector import Collector, running_collector
 
 
 class DispatchedService(LocalService):
-    """Turns go through the dispatcher to whichever replica has their session; all else is the first one's."""
+    """Turns go through the dispatcher to the replica that owns their session. All else goes to the first replica."""
 
     def __init__(self, failover: Failover) -> None:
         super().__init__(failover.rigs[0])
@@ -52,7 +52,7 @@ class Traced:
     spans: list[Any]
 
     async def sent(self) -> Collector:
-        """Once all has reached the collector."""
+        """Waits until the collector has all spans, and returns it."""
         await self.failover.settled()
         for each in self.spans:
             await asyncio.to_thread(each.flush)
@@ -86,7 +86,7 @@ async def traced_service(
 
 
 def over_the_wire(monkeypatch: pytest.MonkeyPatch, failover: Failover) -> None:
-    """Calls reach replicas as bytes do."""
+    """From now on calls to replicas are encoded and decoded, as on the wire."""
     plain = failover.replicas.turn
 
     def turn(replica_id: str, call: TurnCall, epoch: int | None) -> Any:

@@ -1,8 +1,8 @@
-"""Stands in for the flash-attention kernels of vllm: their real signatures, their checks, and their blind spots.
+"""Stands in for the flash-attention kernels of vllm: it has their real signatures, checks and blind spots.
 
-Computes in float64. Like the kernels it multiplies whole blocks of keys, weights of masked ones being zero, so that a
-NaN anywhere in a block shows; it looks up pages as far as its last block reaches; and with one query an item it takes
-row b for item b.
+It computes in float64. Like the kernels, it multiplies whole blocks of keys and gives masked keys the weight zero, so a
+NaN anywhere in a block shows. It looks up pages as far as its last block reaches. With one query an item it takes row b
+for item b.
 
 Legend: N rows, H query heads, K key/value heads, D head size, B items, T keys in whole blocks, P pages of p tokens.
 """
@@ -27,14 +27,14 @@ IN_VLLM = """(
     block_sparse_tensors=None, aux_tensors=None, aux_tensor_leading_dims=None, dynamic_causal=None,
     gather_kv_indices=None, gather_kv_valid_length=None,
 )"""
-"""Of vllm.vllm_flash_attn in vllm 0.33.0."""
+"""The signature in vllm.vllm_flash_attn of vllm 0.33.0."""
 
 STANDALONE = """(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
     block_table=None, *, out=None,
 )"""
-"""Of vllm_flash_attn 2.6.2."""
+"""The signature in vllm_flash_attn 2.6.2."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Calls:
 
 
 def stand_in(signature: str, calls: Calls) -> Callable[..., Tensor]:
-    """A function with the signature, which notes its arguments and computes."""
+    """A function with this signature. It notes its arguments in `calls` and computes."""
 
     def compute(arguments: dict[str, Any]) -> Tensor:
         calls.seen.append(arguments)
@@ -112,7 +112,7 @@ def _attend(
 def _check(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, lengths: Tensor, block_table: Tensor
 ) -> None:
-    """What the kernels refuse, and page numbers that they would follow out of the pool."""
+    """Checks what the kernels refuse. Also checks for page numbers outside the pool, which the kernels would follow."""
     assert q.dtype == k.dtype == v.dtype
     assert q.dtype in (torch.float16, torch.bfloat16)
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == block_table.stride(-1) == 1

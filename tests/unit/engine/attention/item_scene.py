@@ -1,4 +1,5 @@
-"""Random sequences in paged pools, for a CPU's backends of attention; unused entries are NaN, so reading one shows."""
+"""Random sequences in paged pools, for the CPU's attention backends. Unused entries are NaN, so that reading one
+shows."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from engine.settings import CacheSettings
 
 WIDE, NARROW = 24, 7
 WINDOWS = (None, WIDE, None, NARROW)
-"""By layer: two in each pool; the window pool keeps what the wide one needs."""
+"""The window of each layer. Each pool has two layers. The window pool keeps what the wide window needs."""
 LONGEST = 70
 
 
 class Scene:
     """Random sequences, each cut into history and new tokens, with tables into poisoned pools.
 
-    Window pages that only tokens before every window lie in are gone from the tables.
+    A window page is gone from the tables if all of its tokens lie before every window.
     """
 
     def __init__(self, seed: int, page_size: int, contiguous: bool, most_queries: int) -> None:
@@ -85,7 +86,7 @@ class Scene:
         return pool
 
     def fill_history(self, pool: KVPool, backend: AttentionBackend, kv: Tensor, lengths: list[int]) -> None:
-        """Then poisons and forgets the window pages that nobody needs."""
+        """Writes the history through the backend, then poisons the window pages that nobody needs."""
         items = self.items(lengths, lengths)
         step = backend.begin(items, self.slots(items))
         for layer in range(len(WINDOWS)):
@@ -100,7 +101,7 @@ class Scene:
                     )
 
     def run(self, make: Callable[[KVPool], AttentionBackend], kind: str) -> list[Tensor]:
-        """What every layer gives."""
+        """Runs one step. Returns the output of every layer."""
         pool = self.pool()
         backend = make(pool)
         history = [max(1, length - query) for length, query in zip(self.lengths, self.queries, strict=True)]

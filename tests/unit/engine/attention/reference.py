@@ -1,7 +1,7 @@
-"""Attention as the textbook writes it, token by token, in float64. The yardstick for every backend.
+"""Attention as a textbook writes it, token by token, in float64. Every backend is compared with it.
 
-Legend: N tokens of the step, n of a request, T keys that a query sees, H query heads, K key/value heads, D head size,
-S pool slots.
+Legend: N tokens of the step, n of a request, T keys that a query sees, H query heads, K key/value heads, D head size, S
+pool slots.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FP8_LARGEST = torch.finfo(FP8).max
 
 
 class ReferenceAttention:
-    """An AttentionBackend for tests."""
+    """A slow AttentionBackend for tests."""
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
@@ -64,7 +64,7 @@ class ReferenceStep:
         paged.scales_L2KS[place, :, :, slot] = scales_2K
 
     def _read(self, layer: int, slots: list[int]) -> Tensor:
-        """[T, 2, K, D] in float64."""
+        """The keys and values of these slots: [T, 2, K, D] in float64."""
         paged, place = self._pool.places[layer]
         kv_T2KD = paged.layer(place).view(_bits(paged.kv_L2KSD.dtype))[slots].view(paged.kv_L2KSD.dtype)
         if paged.scales_L2KS is None:
@@ -81,12 +81,12 @@ class ReferenceStep:
 
 
 def _bits(dtype: torch.dtype) -> torch.dtype:
-    """torch does not gather float8."""
+    """The dtype to gather with: torch does not gather float8."""
     return torch.uint8 if dtype == FP8 else dtype
 
 
 def _attend(q_HD: Tensor, kv_T2KD: Tensor, traits: LayerTraits) -> Tensor:
-    """One query over all it sees: [H, D]."""
+    """Attention of one query over all that it sees: [H, D]."""
     outputs, group = [], len(q_HD) // kv_T2KD.shape[2]
     for head, q_D in enumerate(q_HD):
         k_TD, v_TD = kv_T2KD[:, :, head // group].unbind(1)

@@ -1,4 +1,4 @@
-"""Random steps for attention backends that read tables: every pool slot that nobody may read is NaN.
+"""Random steps for attention backends that read tables. Every pool slot that nobody may read is NaN.
 
 Legend: N rows of the step, B items, M pages of the longest, P pools, H query heads, K key/value heads, D head size.
 """
@@ -24,7 +24,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @contextmanager
 def memory_of_nan() -> Iterator[None]:
-    """Inside, torch fills what nobody has written with NaN, or the largest integer."""
+    """Within this context torch fills memory that nobody has written with NaN, or with the largest integer."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -34,8 +34,8 @@ def memory_of_nan() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Shape:
-    """`items` are (new tokens, all tokens). A `window` makes a layer in the window pool beside one in the full pool,
-    whose pages before the window are gone."""
+    """What a random step looks like. `items` are pairs (new tokens, all tokens). With a `window` there are two layers:
+    one in the full pool, and one in the window pool, whose pages before the window are gone."""
 
     items: tuple[tuple[int, int], ...]
     page_size: int = 4
@@ -51,7 +51,7 @@ class Shape:
     padding_items: int = 0
     padding_rows: int = 0
     spare_pages: int = 2
-    """Columns of the page tables that no item needs"""
+    """How many columns of the page tables no item needs."""
 
     @property
     def rows(self) -> int:
@@ -108,21 +108,21 @@ class Stage:
         )
 
     def padded(self, rows: Tensor) -> Tensor:
-        """With NaN in the rows of nobody."""
+        """`rows` followed by the padding rows, which are NaN."""
         padding = rows.new_full((self.shape.padding_rows, *rows.shape[1:]), torch.nan)
         return torch.cat((rows, padding)).to(DEVICE)
 
     def expected(self) -> list[Tensor]:
-        """By layer, in float64; writes to the pool."""
+        """The reference's output by layer, in float64. This writes to the pool."""
         step = ReferenceAttention(self.pool).begin(self.items, self.slots)
-        # Queries of the reference may be of any dtype: in float64 it rounds nothing.
+        # The queries are float64: the reference gives its output in their dtype, so it rounds nothing.
         return [
             step(layer, self.q.double().to(DEVICE), self.kv.to(DEVICE), self.traits(layer)).cpu()
             for layer in self.layers
         ]
 
     def got(self, attention: TableAttention, tables: AttentionTables | None = None) -> list[Tensor]:
-        """What every layer gives for the rows of items, in float64; its memory was NaN before."""
+        """The output of every layer for the items' rows, in float64. The output memory was NaN before."""
         outputs = []
         with memory_of_nan():
             step = attention.plan(tables or self.tables())
@@ -182,7 +182,7 @@ def make_stage(shape: Shape, seed: int) -> Stage:
 
 
 def slots_of(items: Sequence[AttentionItem], shape: Shape) -> list[Tensor]:
-    """By pool, of the items' new tokens."""
+    """The slots of the items' new tokens, by pool."""
 
     def of(pages: NDArray[np.int32] | None, item: AttentionItem) -> list[int]:
         assert pages is not None
@@ -206,7 +206,7 @@ def _poison(pool: KVPool) -> None:
 
 
 def _fill(part: Tensor) -> None:
-    """With NaN; in float8_e4m3fn that is 0x7f."""
+    """Fills with NaN, which is 0x7f in float8_e4m3fn."""
     if part.dtype == FP8:
         part.view(torch.uint8).fill_(0x7F)
     else:
@@ -216,7 +216,7 @@ def _fill(part: Tensor) -> None:
 def _forget(
     pool: KVPool, table: NDArray[np.int32], histories: Sequence[tuple[int, int]], shape: Shape, each: int
 ) -> None:
-    """Poisons what no later query sees, token by token: pages that are partly in the window, too."""
+    """Poisons all tokens that no later query sees, also those in pages that are partly in the window."""
     assert pool.window is not None
     assert shape.window is not None
     for index, (_, total) in enumerate(histories):

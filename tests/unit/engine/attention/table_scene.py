@@ -1,8 +1,9 @@
-"""Random sequences over scattered pages, as items for the textbook and as padded tables for a backend.
+"""Random sequences over scattered pages, as items for the reference and as padded tables for a backend.
 
-A step's history is written first, through the backend. Window pages that no query sees are gone from the tables. Every
-page that is in no table is NaN. Padding is of both kinds: items without queries at the end, rows past the last item. A
-step is planned, and passed once, while its tables hold nothing but padding.
+The scene first writes a step's history through the backend. Window pages that no query sees are gone from the tables.
+Every page that is in no table is NaN. There are two kinds of padding: items without queries at the end, and rows past
+the last item. A step is planned and run once while its tables hold nothing but padding. Then it runs with the real
+tables.
 
 Legend: N rows, H query heads, K key/value heads, D head size, M pages of the longest item.
 """
@@ -31,7 +32,7 @@ from tests.unit.engine.attention.reference import ReferenceAttention
 
 WIDE, NARROW = 40, 19
 WINDOWS = (None, WIDE, None, NARROW)
-"""By layer: two in each pool; the window pool keeps what the wide one needs."""
+"""The window of each layer. Each pool has two layers. The window pool keeps what the wide window needs."""
 LONGEST = 130
 
 
@@ -43,7 +44,7 @@ class Padding:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What each layer gave to the live rows, and what the pools then hold."""
+    """Each layer's output for the live rows, and the pools' contents after the step."""
 
     outputs: list[Tensor]
     pools: list[Tensor]
@@ -135,7 +136,7 @@ class TableScene:
         return [AttentionItem(length, length, table, False, window) for length, table, window in rows]
 
     def _items(self) -> list[AttentionItem]:
-        """The step's, window pages gone."""
+        """The items of the step, without the window pages that are gone."""
         items = []
         for row, (length, query) in enumerate(zip(self.lengths, self.queries, strict=True)):
             count = -(-length // self.page_size)
@@ -145,7 +146,7 @@ class TableScene:
         return items
 
     def _fill_history(self, pool: KVPool, begin: Callable[..., Callable[..., Tensor]]) -> None:
-        """Then every page that the step has no use for is NaN."""
+        """Writes the history, then fills every page that the step does not use with NaN."""
         items = self._history_items()
         rows = sum(item.query_len for item in items)
         step = begin(items, self._slots(items))
@@ -182,7 +183,7 @@ class TableScene:
 
 
 def padded(tables: AttentionTables, padding: Padding) -> AttentionTables:
-    """With items without queries, and rows that go nowhere."""
+    """The tables with extra items that have no queries, and extra rows whose KV is written nowhere."""
     items, rows = padding.items, padding.rows
     starts_B1 = tables.query_starts_B1
     return AttentionTables(

@@ -1,4 +1,4 @@
-"""Which backend is chosen, and what is said about it."""
+"""Which attention backend is chosen, and what is reported about the choice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def pool(dtype: torch.dtype = torch.bfloat16, page_size: int = 16, kv_dtype: KVDType = "auto") -> KVPool:
-    """In host memory: only the choice is tested."""
+    """A pool in host memory, because these tests only choose a backend."""
     settings = CacheSettings(page_size, 2, kv_dtype=kv_dtype)
     return make_kv_pool(KVLayout(2, 64, (None,)), settings, dtype, CPU)
 

@@ -1,4 +1,4 @@
-"""The compiled attention against the textbook, in every build that runs here; unused pool entries are NaN."""
+"""The compiled attention against the reference, in every build that runs here. Unused pool entries are NaN."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def poisoned(layout: KVLayout) -> KVPool:
 
 
 def planned(counts: list[int], lengths: list[int]) -> tuple[list[AttentionItem], torch.Tensor]:
-    """Items and their slots, in pages of 16."""
+    """The items and their slots, in pages of 16 tokens."""
     rows = list(zip(counts, lengths, PAGES, strict=True))
     slots = [
         int(table[t // 16]) * 16 + t % 16
@@ -60,7 +60,7 @@ def planned(counts: list[int], lengths: list[int]) -> tuple[list[AttentionItem],
 
 
 def decoded(backend: AttentionBackend, layout: KVLayout, heads: int, window: int | None) -> torch.Tensor:
-    """What a few new tokens see of long histories."""
+    """The output for a few new tokens after long histories."""
     random = torch.Generator().manual_seed(heads)
     traits = LayerTraits(0.25, window)
     kv_N2KD = torch.randn(sum(HISTORY), 2, layout.num_kv_heads, layout.head_dim, generator=random)
@@ -81,7 +81,7 @@ def decoded(backend: AttentionBackend, layout: KVLayout, heads: int, window: int
 def test_long_histories_of_many_heads(
     variant: str, threads: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So long that few rows' keys are shared out to threads."""
+    """The histories are so long that several threads share the keys of a few rows."""
     kernels = kernels_of(variant)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     for heads, kv_heads, window in ((5, 5, None), (8, 1, None), (14, 2, None), (6, 2, 400), (4, 2, 7)):

@@ -1,4 +1,5 @@
-"""The flash backend against the textbook, over a stand-in with the real functions' signatures; on a card, over them."""
+"""The flash backend against the reference. It runs over a stand-in with the real functions' signatures, or over the
+real functions on a card."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def small_pool(
 def test_equals_the_reference(
     build: str, page_size: int, padding: Padding, most_queries: int, kind: str
 ) -> None:
-    """The pools were NaN before, and window pages that are gone are NaN again: a backend that let the kernels look
-    there would give NaN."""
+    """The pools were NaN before, and window pages that are gone are NaN again. If the backend let the kernels look
+    there, the output would be NaN."""
     for seed in range(2):
         scene = TableScene(seed, page_size, most_queries, torch.float16)
         expected = scene.expected(scene.traits(kind))

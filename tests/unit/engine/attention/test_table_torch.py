@@ -1,4 +1,5 @@
-"""Tables served by torch's operators, against the textbook: padding, dead slots, and what is written where."""
+"""Attention over tables with torch's operators, against the reference: padding, dead slots, and what is written
+where."""
 
 from __future__ import annotations
 

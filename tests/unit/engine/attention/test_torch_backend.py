@@ -1,4 +1,4 @@
-"""The CPU backend against the textbook, on random shapes; unused pool entries are NaN, so reading one shows."""
+"""The CPU backend against the reference, on random shapes. Unused pool entries are NaN, so that reading one shows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_equals_the_reference(page_size: int, contiguous: bool, most_queries: in
 
 
 def test_a_window_holds_in_the_full_pool_too() -> None:
-    """A draft model keeps its windowed layers there."""
+    """A draft model keeps its windowed layers in the full pool."""
     for seed in range(4):
         results = []
         for make in (ReferenceAttention, TorchAttention):
@@ -59,7 +59,7 @@ def test_many_rows_with_caps_go_in_blocks() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_strided_queries_and_keys_are_fine(rows: int) -> None:
-    """Native models hand in slices of one fused matrix, the bridge heads before rows."""
+    """Native models pass slices of one fused matrix. The bridge passes heads before rows."""
     fused = torch.randn(rows, 8, 16)
     heads_first = torch.randn(8, rows, 16).transpose(0, 1)
     items = [AttentionItem(rows, rows, np.arange(rows, dtype=np.int32), True)]
@@ -76,7 +76,7 @@ def test_strided_queries_and_keys_are_fine(rows: int) -> None:
 
 
 def test_a_scattered_table_is_read_where_it_lies() -> None:
-    """A step that copied it would cost its length once more."""
+    """A step that copied the table would cost its length once more."""
     pool = make_kv_pool(KVLayout(2, 16, (None,)), CacheSettings(1, 40), torch.float32, torch.device("cpu"))
     table = np.array([5, 1, 7, 30], dtype=np.int32)
     step = TorchAttention(pool).begin([AttentionItem(1, 4, table, False)], torch.tensor([[30]]))

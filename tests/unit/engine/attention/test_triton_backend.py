@@ -1,4 +1,5 @@
-"""The Triton backend as engines meet it: what it refuses, what it plans from shapes alone, a model that runs on it."""
+"""The Triton backend as engines use it: what it refuses, what it plans from shapes alone, and a model that runs on
+it."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def test_default_tiles_are_right() -> None:
 
 
 def test_padding_launches_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured step has room for as many items as rows, and one that finds nothing to do still takes its time."""
+    """A captured step has room for as many items as rows. A program that finds nothing to do takes time as well."""
     grids: list[tuple[int, ...]] = []
 
     class Kernel:
@@ -115,7 +116,7 @@ def test_padding_launches_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_queries_may_be_strided(heads_first: bool) -> None:
-    """Native models hand in slices of one fused matrix, the bridge heads before rows."""
+    """Native models pass slices of one fused matrix. The bridge passes heads before rows."""
     shape = Shape(((3, 20), (1, 5)), scale=0.25)
     stage = make_stage(shape, 1)
     want = stage.expected()
@@ -135,7 +136,8 @@ def test_queries_may_be_strided(heads_first: bool) -> None:
 def test_a_model_gives_the_same_tokens_as_on_the_cpu_backend(
     tmp_path: Path, page_size: int, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunked prefill, decodes beside extends, a layer with a sliding window; keys written as they are turned."""
+    """The steps have chunked prefill, decodes beside extends, and a layer with a sliding window. With `fused`, keys are
+    written as they are rotated."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     settings = ModelSettings(str(tmp_path), load_format="dummy", dtype="float32", seed=5)
     produced = []
@@ -146,7 +148,7 @@ def test_a_model_gives_the_same_tokens_as_on_the_cpu_backend(
         tables = page_tables(2, page_size, True), page_tables(2, page_size, True, seed=4)
         attention: AttentionBackend = TorchAttention(pool)
         if triton and fused:
-            monkeypatch.delattr(triton_backend, "write_rows")  # the launch that is saved
+            monkeypatch.delattr(triton_backend, "write_rows")  # the fused way does not need this launch
         if triton:
             attention = ItemAttention(TritonAttention(pool), loaded.device)
         runner = TorchRunner(loaded.model, pool, attention, loaded.vocab_size, loaded.max_context_len)

@@ -1,4 +1,5 @@
-"""The compiled kernels that run on this machine: all of them are tested, not only the one that would be chosen."""
+"""The builds of the compiled kernels that run on this machine. Tests cover all of them, not only the one that the
+engine would choose."""
 
 from __future__ import annotations
 

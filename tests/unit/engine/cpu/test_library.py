@@ -1,4 +1,4 @@
-"""Builds are found, and refused where they are of other sources."""
+"""Builds of the kernels are found. Builds of other sources are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[4]
 
 
 def build_in(folder: Path) -> list[str]:
-    """The command that compiles the kernels there."""
+    """The command that compiles the kernels into this folder."""
     places = ("--build-lib", str(folder), "--build-temp", str(folder))
     return [sys.executable, "setup.py", "-q", "build_ext", *places]
 
@@ -65,7 +65,7 @@ def test_a_file_that_is_no_library_is_passed_over(tmp_path: Path) -> None:
 
 @every_build
 def test_a_build_for_another_processor_is_not_opened(tmp_path: Path, variant: str) -> None:
-    """Its first instruction could be one that this processor does not have."""
+    """Even the first instruction could be one that this processor does not have."""
     kernels_of(variant)
     suffix = library.EXTENSION_SUFFIXES[0]
     shutil.copy(FOLDER / f"_processor{suffix}", tmp_path)
@@ -76,7 +76,7 @@ def test_a_build_for_another_processor_is_not_opened(tmp_path: Path, variant: st
 
 
 def test_each_build_has_its_own_objects(tmp_path: Path) -> None:
-    """They are compiled at the same time, of the same files: one that is linked into another build is for another
+    """The builds are compiled at the same time, from the same files. An object of another build would be for another
     processor."""
     compiler = tmp_path / "cc"
     log = tmp_path / "log"
@@ -98,7 +98,7 @@ def test_each_build_has_its_own_objects(tmp_path: Path) -> None:
 
 @every_build
 def test_the_child_of_a_fork_has_workers_of_its_own(variant: str) -> None:
-    """In a process of its own: pytest's has threads of others."""
+    """Runs in a process of its own, because pytest's process has other threads."""
     kernels_of(variant)
     program = f"""
 import os, torch

@@ -1,4 +1,4 @@
-"""Products of packed weights give what torch's own linear gives, in every build that runs here."""
+"""Products with packed weights equal those of torch's own linear, in every build that runs here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("values", DTYPES, ids=str)
 @every_build
 def test_equals_the_reference(variant: str, values: torch.dtype, biased: bool, threads: int) -> None:
-    """`values` is what the weights could be held in."""
+    """`values` is the dtype that could hold the weights."""
     torch.manual_seed(3)
     linears = PackedLinears(Workers(kernels_of(variant), threads), rounds=False)
     for shape in SHAPES:

@@ -67,7 +67,7 @@ def poisoned_pool(loaded: LoadedModel) -> KVPool:
 
 
 class Sequences:
-    """Three of them, in pages that are scattered, one run, and scattered."""
+    """Three sequences. The pages of the first and third are scattered, those of the second are one run."""
 
     def __init__(self) -> None:
         random = np.random.default_rng(1)
@@ -77,7 +77,7 @@ class Sequences:
         self.tokens = torch.Generator().manual_seed(2)
 
     def step(self, counts: list[int]) -> tuple[Tensor, Tensor, list[AttentionItem], Tensor]:
-        """So many tokens of each; none leaves one out."""
+        """A step with this many tokens of each sequence. A sequence with no tokens is left out."""
         positions, slots, items = [], [], []
         for index, count in enumerate(counts):
             if count == 0:
@@ -97,7 +97,7 @@ STEPS = [[5, 1, 0], [1, 1, 40], [300, 1, 7], [1, 2, 1], [1, 1, 1], [9, 0, 1], [3
 
 
 def run(loaded: LoadedModel, attention: AttentionBackend) -> list[Tensor]:
-    """Hidden states and logits of each step."""
+    """Runs STEPS. Returns each step's hidden states and logits."""
     sequences, outputs = Sequences(), []
     with torch.inference_mode():
         for counts in STEPS:
@@ -125,7 +125,7 @@ def test_equals_the_decoder_of_torch(tmp_path: Path, name: str, threads: int, va
 
 @every_build
 def test_a_step_s_rows_do_not_depend_on_batch_mates(tmp_path: Path, variant: str) -> None:
-    """Of as many rows as are computed alike."""
+    """This holds for numbers of rows that are computed in the same way."""
     kernels = kernels_of(variant)
     whole = load(tmp_path, BASE, PackedLinears(Workers(kernels, 1), rounds=False))
     results = []
@@ -145,7 +145,7 @@ def test_no_memory_is_an_error(tmp_path: Path, variant: str) -> None:
     kernels = kernels_of(variant)
     workers = Workers(kernels, 1)
     whole = load(tmp_path, BASE, PackedLinears(workers, rounds=False)).model
-    rows = 2**31 - 1  # as many as no machine has room for
+    rows = 2**31 - 1  # no machine has room for that many
     outcome = kernels.c.kedge_decoder_head(whole._handle, workers.team, rows, None, None)
     assert outcome == NO_MEMORY
     with pytest.raises(MemoryError, match="max_batch_tokens"):
@@ -165,7 +165,7 @@ BROKEN: dict[str, Callable[[AttentionItem], AttentionItem]] = {
 @pytest.mark.parametrize("fault", BROKEN)
 @every_build
 def test_tables_that_lead_out_of_the_pool_are_refused(tmp_path: Path, fault: str, variant: str) -> None:
-    """Before anything is read or written by them."""
+    """They are refused before anything is read or written through them."""
     kernels = kernels_of(variant)
     whole = load(tmp_path, BASE, PackedLinears(Workers(kernels, 2), rounds=False))
     pool = poisoned_pool(whole)

@@ -1,6 +1,6 @@
-"""Compiles Triton kernels for GPUs that this machine need not have, and says what they take of one.
+"""Compiles Triton kernels for GPUs that this machine need not have, and reports the resources that they take.
 
-Kernels of a process that runs them in the interpreter cannot be compiled there, so another process compiles them.
+A process that runs kernels in the interpreter cannot compile them, so another process does it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any, Self
 ROOT = Path(__file__).parents[4]
 
 MOST_SPILLED = 16
-"""Bytes. Nothing is meant to spill, and under Triton 3.6 nothing does; 3.7 puts two registers of a few variants on the
+"""Bytes. No kernel should spill. Under Triton 3.6 none does; Triton 3.7 spills two registers of a few variants to the
 stack. A loop's operands would be hundreds of bytes."""
 
 SHARED_LIMITS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
-"""Bytes of shared memory that one block may have, by compute capability."""
+"""How many bytes of shared memory one block may have, by compute capability."""
 
 Constant = int | float | bool | str | None
 
 
 @dataclass(frozen=True)
 class Build:
-    """One kernel for one card.
+    """One kernel to compile for one card.
 
-    `kernel` is "module:function". `signature` gives every argument's type as Triton writes it ("*bf16", "i32",
-    "fp32"), without those in `constants`; a constant "tl.bfloat16" is that dtype. `divisible` names pointers and
-    integers that are multiples of 16, as the launcher would find them. `capability` is 80 for sm_80.
+    `kernel` is "module:function". `signature` gives the type of every argument that is not in `constants`, as Triton
+    writes it ("*bf16", "i32", "fp32"). A constant "tl.bfloat16" stands for that dtype. `divisible` names the pointers
+    and integers that are multiples of 16, which the launcher would find by itself. `capability` is 80 for sm_80.
     """
 
     kernel: str
@@ -46,12 +46,12 @@ class Build:
     num_warps: int = 4
     num_stages: int = 3
     texts: bool = False
-    """Whether the report has PTX and SASS"""
+    """Whether the report includes PTX and SASS."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """`spilled_bytes` is the stack a thread needs: kernels have no other use for it."""
+    """What a compiled kernel takes. `spilled_bytes` is the stack of a thread: kernels use the stack for spills only."""
 
     registers: int
     spilled_bytes: int
@@ -64,11 +64,11 @@ class Report:
 
 
 class BuildFailed(RuntimeError):
-    """The compiler refused a kernel; holds what it said."""
+    """The compiler refused a kernel. Holds the compiler's message."""
 
 
 class Compiler:
-    """Owns the process that compiles, which starts with the first build."""
+    """Owns the process that compiles. The process starts with the first build."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -81,12 +81,12 @@ class Compiler:
         self._process.shutdown(cancel_futures=True)
 
     def build(self, builds: Sequence[Build], timeout_s: float = 240) -> list[Report]:
-        """Reports in the order of `builds`. Raises BuildFailed, or TimeoutError."""
+        """Compiles `builds` and returns their reports in the same order. Raises BuildFailed or TimeoutError."""
         return list(self._process.map(_compile, builds, timeout=timeout_s))
 
 
 def _leave_the_interpreter() -> None:
-    """Triton reads it when a kernel is defined."""
+    """Turns the interpreter off in this process. Triton reads the variable when a kernel is defined."""
     os.environ.pop("TRITON_INTERPRET", None)
 
 
@@ -95,7 +95,7 @@ def _compile(one: Build) -> Report:
         return _compiled(one)
     except BuildFailed:
         raise
-    except Exception as error:  # the compiler's own need not survive the way to another process
+    except Exception as error:  # the compiler's own exceptions may not pickle
         raise BuildFailed(f"{one}: {error}") from None
 
 

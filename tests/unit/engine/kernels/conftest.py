@@ -1,4 +1,4 @@
-"""Where kernels are tested: on a GPU if there is one, else in Triton's interpreter."""
+"""Fixtures for kernel tests, which run on a GPU if there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Memory that nobody wrote holds NaN, or the largest integer."""
+    """Fills memory that nobody has written with NaN, or with the largest integer."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     try:
@@ -28,6 +28,6 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def compiler() -> Iterator[Compiler]:
-    """Its process imports torch, which takes longer than most kernels."""
+    """One compiler for all tests: its process imports torch, which takes longer than compiling most kernels."""
     with Compiler() as compiler:
         yield compiler

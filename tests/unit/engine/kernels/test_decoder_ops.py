@@ -1,4 +1,4 @@
-"""The fused small operators against torch's own: one by one, and in whole decoders of random weights."""
+"""The fused small operators against torch's own, one by one and in whole decoders with random weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CONFIGS = {
 
 
 def produced(directory: Path, ops: DecoderOps) -> list[list[int]]:
-    """Greedy tokens of four prompts, in chunks and mixed with decodes."""
+    """The greedy tokens of four prompts, in chunks and mixed with decodes."""
     settings = ModelSettings(str(directory), load_format="dummy", dtype="float32", seed=9)
     loaded = load_model(settings, ops=ops, linear="torch")  # compiled kernels have operators of their own
     assert isinstance(loaded.model, Decoder)
@@ -100,7 +100,7 @@ def test_a_gpu_has_kernels_and_a_cpu_has_torch() -> None:
 
 
 def test_without_triton_torch_does_it_all() -> None:
-    """Nothing on the way to a loaded model imports it."""
+    """Loading a model imports no Triton."""
     program = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch, engine.models.loader\n"

@@ -1,4 +1,5 @@
-"""Products of few rows against float64. What lies around rows and weights is NaN: it must not be read, or not count."""
+"""Products of few rows against float64. The memory around rows and weights is NaN: it must not be read, or not
+count."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ TINY = RowTiles(16, 16, 1, 2)
 
 
 def surrounded(inner: Tensor, extra_columns: int) -> Tensor:
-    """The same numbers, with NaN before, after and between rows."""
+    """The same numbers, with NaN before, after and between the rows."""
     rows, columns = inner.shape
     wide = torch.full((rows + 2, columns + extra_columns), torch.nan, dtype=inner.dtype, device=inner.device)
     wide[1:-1, :columns] = inner
@@ -61,7 +62,7 @@ def test_against_float64(
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_product(device: torch.device, seed: int) -> None:
-    """Odd sizes, among them fewer than a block has, and rows that begin anywhere. The seed is the test's parameter."""
+    """Sizes are odd, some smaller than a block, and rows begin anywhere. The test's parameter is the seed."""
     choose = random.Random(seed)
     dtype = choose.choice(list(ROUNDING))
     rows, outputs, inputs = choose.randint(1, MOST_ROWS), choose.randint(1, 150), choose.randint(1, 400)

@@ -1,5 +1,5 @@
-"""Products of few rows compiled for cards that need not be here: nothing spills, weights come 16 bytes at a time and
-past the registers, and enough of them is on its way."""
+"""Products of few rows, compiled for cards that need not be here. Nothing spills, weights are loaded 16 bytes at a time
+past the registers, and enough of them is under way."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ pytestmark = pytest.mark.slow
 
 MULTIPROCESSORS = 132
 SHARED_BYTES = 228 * 1024
-"""Of a multiprocessor of sm_90; each block takes a KB besides its own."""
+"""The shared memory of a multiprocessor of sm_90. Each block takes a KB besides its own."""
 
 NEEDED_BYTES = 26 * 1024
-"""On their way to a multiprocessor of an H200 at any time: 4.8 TB/s for 700 ns."""
+"""The bytes that must be under way to a multiprocessor of an H200 at any time: 4.8 TB/s for 700 ns."""
 
 OUTPUTS = {16: 2112, 32: 4096, 64: 28672}
-"""As many as a matrix has that tiles of so many outputs are meant for."""
+"""By the outputs of a tile: how many outputs a matrix has that such tiles are meant for."""
 
 
 def product(tiles: RowTiles, dtype: str, capability: int, block_n: int, has_bias: bool) -> Build:
@@ -60,12 +60,12 @@ def reports(compiler: Compiler) -> list[tuple[RowTiles, Build, Report]]:
 def test_nothing_spills(reports: list[tuple[RowTiles, Build, Report]]) -> None:
     for _, one, report in reports:
         assert report.spilled_bytes <= MOST_SPILLED, one
-        assert report.fits(89), one  # which has the least shared memory of all
+        assert report.fits(89), one  # this card has the least shared memory of all
         assert report.registers <= 128, one
 
 
 def test_weights_are_copied_16_bytes_at_a_time(reports: list[tuple[RowTiles, Build, Report]]) -> None:
-    """Rows of input are small and may come in halves of that; registers see none of either."""
+    """Rows of input are small and may come in halves of that. Neither weights nor rows go through registers."""
     for tiles, one, report in reports:
         copies = re.findall(r"\bLDGSTS(?:\.[A-Z]+)*\.E(?:\.[A-Z]\w*)*(\.128|\.64|)", report.sass)
         weights = tiles.block_o * 2 * tiles.block_i * 2 // (16 * 32 * tiles.num_warps)
@@ -77,7 +77,7 @@ def test_weights_are_copied_16_bytes_at_a_time(reports: list[tuple[RowTiles, Bui
 
 
 def test_enough_is_on_its_way(reports: list[tuple[RowTiles, Build, Report]]) -> None:
-    """At the least: while a block is multiplied, all but it and one more are."""
+    """The minimum that is under way: while a block is multiplied, all stages but it and one more."""
     for tiles, one, report in reports:
         if one.capability != 90:
             continue

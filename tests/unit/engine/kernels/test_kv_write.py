@@ -1,4 +1,4 @@
-"""What a step's keys and values become in the pool, slot by slot."""
+"""What the pool holds of a step's keys and values, slot by slot."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_by_hand(pool: KVPool, layer: int, kv_N2KD: Tensor, slots: list[int]) -
 
 
 def check(kv_N2KD: Tensor, slots: list[int], fp8: bool) -> KVPool:
-    """Value for value; what is not written stays."""
+    """Compares all values, also those that are not written and so must not change."""
     _, _, kv_heads, dim = kv_N2KD.shape
     pools = [make_pool(kv_heads, dim, kv_N2KD.dtype, fp8) for _ in range(2)]
     for pool, how in zip(pools, (write, write_by_hand), strict=True):
@@ -58,7 +58,7 @@ def test_slots_are_written_and_no_others(kv_heads: int, dim: int, dtype: torch.d
     check(draw(4, kv_heads, dim, dtype), [7, 0, 23, 5], False)
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's, of rows that are read and not written
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # from numpy, for rows that are read but not written
 def test_rows_without_a_slot_are_not_written() -> None:
     kv_N2KD = draw(4, 2, 16)
     kv_N2KD[1] = torch.nan
@@ -76,12 +76,12 @@ def test_strided_rows(rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fp8(dtype: torch.dtype) -> None:
-    """Of every size, ties and subnormals included; each head has its own scale, keys and values apart."""
+    """Values of every size, including ties and subnormals. Keys and values of each head have scales of their own."""
     kv_N2KD = draw(6, 3, 80)
     kv_N2KD[1] *= 1e-4
     kv_N2KD[2] *= 1e4
     kv_N2KD[3, 0, 1] = 0
-    kv_N2KD[4] = kv_N2KD[4] ** 9  # small beside the largest
+    kv_N2KD[4] = kv_N2KD[4] ** 9  # small compared with the largest
     kv_N2KD[5, 1, 2] = torch.arange(80) / 64 * 448 / 79 * 64
     pool = check(kv_N2KD.to(dtype), [2, 3, 4, 9, 11, 23], True)
     assert pool.full.scales_L2KS is not None
@@ -95,7 +95,7 @@ def test_fp8(dtype: torch.dtype) -> None:
 
 
 def test_every_fp8_value_is_kept() -> None:
-    """Heads whose largest value is 448 are stored as they are."""
+    """Heads whose largest value is 448 are stored unchanged."""
     values = torch.arange(256, dtype=torch.uint8).view(FP8).float()
     finite = values[values.isfinite()]
     kv_N2KD = torch.cat((finite, torch.tensor([448.0, -448.0]))).expand(1, 2, 1, -1)

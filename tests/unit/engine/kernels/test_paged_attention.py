@@ -1,6 +1,7 @@
-"""The Triton kernels against the textbook in float64, on a GPU if there is one, else in Triton's interpreter.
+"""The Triton kernels against the reference in float64, on a GPU if there is one, else in Triton's interpreter.
 
-Whatever may not be read is NaN: dead slots and their scales, tokens before the window, padding, memory of results.
+Whatever may not be read is NaN: dead slots and their scales, tokens before the window, padding, and memory of
+results.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from engine.attention.triton_backend import TritonAttention
 from tests.unit.engine.attention.stage import DEVICE, Shape, make_stage, memory_of_nan
 
 SMALL_TILES = AttentionTiles((TileShape(16, 16, 4, 2, 8), TileShape(32, 16, 4, 2, 4)), 32, 4)
-"""So that a few tokens make several tiles, blocks and splits."""
+"""Small tiles, so that a few tokens make several tiles, blocks and splits."""
 
 ONE_SPLIT = replace(SMALL_TILES, max_splits=1)
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 MIXED = ((1, 75), (5, 40), (1, 1), (18, 18), (1, 120))
-"""Decodes, extends with and without history."""
+"""Decodes, and extends with and without history."""
 
 
 def check(
     shape: Shape, seed: int = 0, tiles: AttentionTiles = SMALL_TILES, multiprocessors: int = 64
 ) -> TritonAttention:
-    """By default with so many multiprocessors that what can be split is."""
+    """Compares the kernels with the reference. By default there are so many multiprocessors that everything that can be
+    split is split."""
     expected = make_stage(shape, seed).expected()
     stage = make_stage(shape, seed)
     with memory_of_nan():
@@ -94,7 +96,7 @@ def test_dtypes(dtype: torch.dtype, fp8: bool) -> None:
 
 @pytest.mark.parametrize("factor", [2.0**30, 2.0**-30])
 def test_queries_beyond_float16_over_fp8(factor: float) -> None:
-    """Their products with keys in fp8 are float16's. One row is of zeros."""
+    """The products of queries with fp8 keys are in float16. One row is all zeros."""
     if DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("Triton has no float8_e4m3fn here")
     shape = Shape(((1, 70), (5, 40)), scale=0.3 / factor, dtype=torch.bfloat16, fp8=True)
@@ -123,7 +125,7 @@ def test_padding(items: tuple[tuple[int, int], ...]) -> None:
 
 
 def test_splits_are_used_and_change_nothing() -> None:
-    """Long and short contexts side by side: the short are not split, the long by what they hold."""
+    """Long and short contexts side by side. Short ones are not split, long ones according to their length."""
     shape = Shape(((1, 290), (1, 7), (3, 160)), page_size=16, sinks=True)
     attention = check(shape)
     assert not attention.sums.isnan().all(), "nothing was split"
@@ -134,7 +136,7 @@ def test_splits_are_used_and_change_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("multiprocessors", [1, 2, 5, 13])
 def test_every_part_has_a_program(multiprocessors: int) -> None:
-    """From a card that has no room for splits to one that has room for some."""
+    """From a card without room for splits to one with room for some."""
     for items in (((1, 290), (1, 7), (1, 160)), ((1, 290), (40, 60), (16, 160), (3, 9))):
         for padding in (0, 5):
             check(
@@ -144,7 +146,8 @@ def test_every_part_has_a_program(multiprocessors: int) -> None:
 
 @pytest.mark.parametrize("items", [((5, 290),), ((5, 290), (1, 70), (3, 200))])
 def test_padding_takes_no_splits_from_what_is_alive(items: tuple[tuple[int, int], ...]) -> None:
-    """A captured step has room for as many items as rows; a turn's few new tokens on a long history are one of them."""
+    """A captured step has room for as many items as rows. Here some items have a few new tokens after a long
+    history."""
     shape = Shape(items, page_size=16, padding_items=40, padding_rows=40)
     stage = make_stage(shape, 2)
     expected, stage = stage.expected(), make_stage(shape, 2)
@@ -160,7 +163,7 @@ def test_padding_takes_no_splits_from_what_is_alive(items: tuple[tuple[int, int]
 
 
 def test_tables_may_hold_other_contents() -> None:
-    """As when a graph is replayed: same tensors, same launches; contexts, items and padding change under them."""
+    """As when a graph is replayed, tensors and launches stay the same, while contexts, items and padding change."""
     few = Shape(((1, 20), (1, 150)), padding_items=2, padding_rows=2, spare_pages=41)
     steps = [few, Shape(((1, 120), (1, 7), (1, 33), (1, 64)), spare_pages=41), few]
     wide = replace(few, items=((1, 150),) * 4, padding_items=0, padding_rows=0)
@@ -207,7 +210,7 @@ def random_shape(choose: random.Random) -> Shape:
 
 @pytest.mark.parametrize("seed", range(6 if DEVICE.type == "cpu" else 60))
 def test_any_step(seed: int) -> None:
-    """The seed is the test's parameter."""
+    """The test's parameter is the seed."""
     choose = random.Random(seed)
     size = choose.choice([16, 32])
     tiles = AttentionTiles(

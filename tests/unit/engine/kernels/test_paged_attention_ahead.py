@@ -1,5 +1,5 @@
-"""The attention kernels compiled for cards that need not be here: nothing spills, shared memory suffices, loads are
-wide and products go to the matrix units. Every way through the kernel compiles."""
+"""The attention kernels, compiled for cards that need not be here. Nothing spills, shared memory suffices, loads are
+wide and products use the matrix units. Every path through the kernel compiles."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CASES = [
 def attention(
     shape: TileShape, dim: int, kv: torch.dtype, capability: int, page_size: int = 16, **others: Constant
 ) -> Build:
-    """Grouped heads, several tiles an item, splits; `others` are constants that differ."""
+    """A build with grouped heads, several tiles an item and splits. `others` replace constants."""
     q, s = (torch.bfloat16, torch.float16) if kv == FP8 else (kv, kv)
     block_d = max(16, triton.next_power_of_2(dim))
     constants: dict[str, Constant] = {
@@ -102,8 +102,8 @@ def test_defaults_of_common_models(compiler: Compiler) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
 def test_decodes_keep_enough_on_their_way(compiler: Compiler, dtype: torch.dtype) -> None:
-    """Three programs run at once on a multiprocessor, each with a block of keys and values on its way: 48 KB in fp8,
-    where an H100 asks for some 40 by Little's law."""
+    """Three programs run at once on a multiprocessor, each with a block of keys and values under way. That is 48 KB in
+    fp8; an H100 needs some 40 KB by Little's law."""
     shape = default_tiles(128, dtype, 90).shapes[0]
     report = compiler.build([attention(shape, 128, dtype, 90)])[0]
     assert 3 * report.registers * 32 * shape.num_warps <= 65536
@@ -113,7 +113,7 @@ def test_decodes_keep_enough_on_their_way(compiler: Compiler, dtype: torch.dtype
 
 @pytest.mark.parametrize(("dim", "dtype", "capability"), CASES)
 def test_defaults(compiler: Compiler, dim: int, dtype: torch.dtype, capability: int) -> None:
-    """With and without splits, pages larger and smaller than a block."""
+    """With and without splits, and with pages larger and smaller than a block."""
     builds = []
     for shape in default_tiles(dim, dtype, capability).shapes:
         for page_size, splits in ((16, 32), (128, 1)):

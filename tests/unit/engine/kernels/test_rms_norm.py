@@ -49,7 +49,7 @@ def test_residual_sum(device: torch.device, tokens: int, size: int, dtype: torch
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize(("groups", "size"), [(1, 16), (5, 24), (7, 128), (3, 256), (2, 600)])
 def test_strided_groups(device: torch.device, groups: int, size: int, dtype: torch.dtype) -> None:
-    """As query and key heads lie in the matrix of all three; what lies around them is left alone."""
+    """Query and key heads lie in one matrix with the values. What lies around them must not change."""
     torch.manual_seed(groups)
     wide_NGE = torch.randn(9, groups + 3, size + 8).to(device, dtype)
     delta_NGE = torch.randn(9, groups, 2 * size).to(device, dtype)[..., :size]

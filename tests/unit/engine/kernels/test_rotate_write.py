@@ -1,4 +1,4 @@
-"""Rotation and writing in one launch against the two that it replaces, bit by bit."""
+"""Rotation and writing in one launch against the two launches that it replaces, bit by bit."""
 
 from __future__ import annotations
 

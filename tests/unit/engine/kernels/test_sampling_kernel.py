@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HELD = GROUP * TILE
-"""Of more tokens than these the kernel holds only a part in registers."""
+"""If more tokens than this stay, the kernel holds only a part of them in registers."""
 CLOSE = 1e-5
 TIMES = 20 if DEVICE.type == "cuda" else 1
 """A card has time for more rows than the interpreter."""
@@ -43,7 +43,7 @@ def picks(
 
 
 def shares(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution drawn from, by token id, float64 [V]."""
+    """The distribution that the kernel draws from, by token id, float64 [V]."""
     masses_C, ids_C = candidates(logits_V.float(), params)
     dense_V = torch.zeros(len(logits_V), dtype=torch.float64)
     dense_V[torch.arange(len(logits_V)) if ids_C is None else ids_C] = masses_C.double()
@@ -51,9 +51,9 @@ def shares(logits_V: Tensor, params: SamplingParams) -> Tensor:
 
 
 def agrees(logits_V: Tensor, params: SamplingParams, point: float, token: int) -> bool:
-    """Whether `token` is the pick, or would be if the point lay CLOSE by, or the edge of the nucleus did.
+    """Whether `token` is the pick, or would be the pick if the point or the edge of the nucleus lay slightly elsewhere.
 
-    The second tolerance is float32's: it moves the edge by a token if two sums fall on its two sides.
+    The point may be off by CLOSE. The edge may be off by a rounding error of float32, which can move it by a token.
     """
     if params.greedy:
         return token == int(logits_V.float().argmax())
@@ -101,7 +101,7 @@ def test_any_parameters(vocab_size: int, rows: int, dtype: torch.dtype) -> None:
     logits_RV = (torch.randn((rows, vocab_size), generator=random) * spread_R1).to(dtype)
     params = [some_params(random, vocab_size) for _ in range(rows)]
     if dtype != torch.float32:
-        # Which of the equals of the k-th stay is the sampler's whim; test_equals_of_the_kth_stay has the rule.
+        # The sampler may keep any of the tokens that equal the k-th. test_equals_of_the_kth_stay has the kernel's rule.
         params = [
             SamplingParams(temperature=one.temperature, top_p=one.top_p, min_p=one.min_p) for one in params
         ]
@@ -109,7 +109,7 @@ def test_any_parameters(vocab_size: int, rows: int, dtype: torch.dtype) -> None:
 
 
 def test_same_tokens_as_the_sampler() -> None:
-    """The numbers that requests draw, over many seeds. One in a hundred may fall on an edge of float32."""
+    """The rows use the numbers that requests draw, over many seeds. One in a hundred may lie on an edge of float32."""
     random = torch.Generator().manual_seed(11)
     rows, vocab_size = 120 * TIMES, 333
     logits_RV = torch.randn((rows, vocab_size), generator=random) * 3

@@ -1,4 +1,4 @@
-"""The small kernels compile for sm_80 and sm_90 with nothing spilled, and move memory 16 bytes at a time."""
+"""The small kernels compile for sm_80 and sm_90. Nothing is spilled, and memory moves 16 bytes at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, ROOT, Build, C
 pytestmark = pytest.mark.slow
 
 VOCAB_TILES = {"fp32": 2048, "bf16": 4096}
-"""Tiles of the summary: of up to 128 k and 256 k tokens."""
+"""Tiles of the summary, for up to 128 k and 256 k tokens."""
 
 
 def norm(dtype: str, capability: int, size: int, block: int, rows: int, num_warps: int) -> Build:
@@ -61,7 +61,7 @@ def rotation(dtype: str, capability: int, dim: int, heads: int, has_norm: bool) 
 
 
 def rotation_into(dtype: str, capability: int, pool: str, has_norm: bool) -> Build:
-    """Of 32 query heads and 8 key heads of 128."""
+    """A build for 32 query heads and 8 key heads of size 128."""
     pointers = {"qkv_NAD": dtype, "rotations_ND": "fp32", "weight_HD": dtype, "pool": pool, "scales": "fp32"}
     signature = {name: f"*{kind}" for name, kind in pointers.items()} | {"slots": "*i64"}
     signature |= dict.fromkeys(("stride_token", "stride_head", "rotations_stride", "pool_stride_head"), "i32")
@@ -145,7 +145,7 @@ def test_nothing_spills(reports: list[tuple[Build, Report]]) -> None:
 
 
 def test_the_number_of_rows_makes_no_new_variant_of_the_pick() -> None:
-    """It takes the longest of all kernels to compile, and a table's columns begin wherever its rows end."""
+    """This kernel takes the longest of all to compile, and a table's columns begin wherever its rows end."""
     program = (
         "from engine.kernels.sampling import pick_row\n"
         "print(*(each.name for each in pick_row.params if not each.do_not_specialize_on_alignment))"

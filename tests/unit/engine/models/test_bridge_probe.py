@@ -1,4 +1,4 @@
-"""What the bridge finds out, what it refuses and why. Parity is in tests/parity/test_bridge.py."""
+"""What the bridge finds out about a model, and what it refuses and why. Parity is in tests/parity/test_bridge.py."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LONGROPE = {
 
 
 def load(config: Any, directory: Path, **settings: Any) -> LoadedModel:
-    """With random weights; they need no checkpoint."""
+    """Loads a model with random weights, which needs no checkpoint."""
     config.save_pretrained(directory)
     return load_model(
         ModelSettings(str(directory), device="cpu", **{"load_format": "dummy", "num_threads": 1, **settings})
@@ -82,7 +82,7 @@ def test_refusals_name_their_reason(make: Callable[[], Any], message: str, tmp_p
 
 
 def test_a_model_that_would_come_out_different(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the reason; here because a soft cap is dropped on the way."""
+    """It is refused whatever the reason. Here the reason is a soft cap that is dropped on the way."""
     config = transformers.Gemma2Config(**SMALL, head_dim=16, attn_logit_softcapping=0.01)
     load(config, tmp_path)
     whole = PagedAttention.__call__
@@ -162,7 +162,7 @@ def test_bfloat16(tmp_path: Path) -> None:
 
 
 def test_two_models_do_not_meet(tmp_path: Path) -> None:
-    """Each has its own function in transformers' table."""
+    """Each model has its own function in transformers' table."""
     one = load(transformers.Olmo2Config(**SMALL), tmp_path, seed=1)
     expected = run_logits(one)
     load(transformers.Phi3Config(**SMALL, pad_token_id=None), tmp_path, seed=2)
@@ -170,7 +170,7 @@ def test_two_models_do_not_meet(tmp_path: Path) -> None:
 
 
 def test_what_torch_has_written_is_not_read(tmp_path: Path) -> None:
-    """A pickle may be a program."""
+    """A pickle may contain a program."""
     config = transformers.Olmo2Config(**SMALL)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"

@@ -1,4 +1,5 @@
-"""Which products a device runs: the quickest by rows, with a timer that is told what to say."""
+"""Which implementation of a product a device runs: the quickest for the number of rows. The tests choose the timer's
+results."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Way:
-    """PlainLinear that says when it is called."""
+    """A PlainLinear that notes when it is called."""
 
     def __init__(self, name: str, weight_OI: Tensor, bias_O: Tensor | None, called: list[str]) -> None:
         self.name = name
@@ -40,7 +41,8 @@ class Way:
 
 
 class Times:
-    """A timer. `rows` gives each way's seconds, in the order of the ways, for the number of rows it is asked about."""
+    """A timer. Each entry is for one of the timed numbers of rows, and has the seconds of all implementations in their
+    order."""
 
     def __init__(self, *by_rows: Sequence[float]) -> None:
         self._by_rows = by_rows
@@ -109,7 +111,7 @@ def test_each_matrix_has_its_own_weights() -> None:
 
 
 def test_a_way_that_fails_is_passed_over_with_its_reason() -> None:
-    """Here after it is made, as a kernel that asks for more than the card has."""
+    """Here it fails when it is called, like a kernel that asks for more than the card has."""
     called: list[str] = []
 
     def failing(_weight_OI: Tensor, _bias_O: Tensor | None) -> Linear:
@@ -138,7 +140,7 @@ def test_a_way_with_other_results_is_passed_over(wrong: float) -> None:
 
 
 def test_weights_of_zeros_are_no_reason_to_pass_over() -> None:
-    """A rank whose share of the vocabulary is padding has such."""
+    """A rank may have such weights, if its part of the vocabulary is padding."""
     linears = make(Times((2, 1)), [], others=("a",))
     linears(torch.zeros(4, 6), None)
     assert linears.describe()["linear"] == "4x6: a 1-16"

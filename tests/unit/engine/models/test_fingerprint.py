@@ -1,4 +1,4 @@
-"""The model's fingerprint: equal for equal files, another for any change that training or conversion makes."""
+"""The model's fingerprint is equal for equal files, and changes with any change that training or conversion makes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.settings import ModelSettings
 EMBEDDED = "assets/models/kedge-chat"
 CONFIG = {"hidden_size": 64, "rope_theta": 10000.0, "transformers_version": "5.0", "_name_or_path": "here"}
 LARGE = 0
-"""A limit that makes any checkpoint a large one."""
+"""A limit above which a checkpoint counts as large. With 0 every checkpoint does."""
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_of_a_small_checkpoint_every_value_counts(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("small_bytes", [SMALL_BYTES, LARGE])
 def test_the_same_files_elsewhere_have_the_same_fingerprint(checkpoint: Path, small_bytes: int) -> None:
-    """Other folders, dates and writers of config.json are no other model."""
+    """Other folders, dates or writers of config.json do not make another model."""
     other = checkpoint.with_name("elsewhere") / checkpoint.name
     other.parent.mkdir()
     shutil.copyfile(checkpoint, other)

@@ -1,4 +1,4 @@
-"""Models of the hub are found by id and revision, here in the hub's own cache; nothing is fetched."""
+"""Models of the hub are found by id and revision, here in the hub's own cache. Nothing is fetched."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMMITS = {"main": "1" * 40, "v2": "2" * 40}
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One model of two commits, as the hub's library keeps it."""
+    """A cache with two commits of one model, in the layout of the hub's library."""
     folder = tmp_path / "models--org--name"
     for reference, commit in COMMITS.items():
         (folder / "snapshots" / commit).mkdir(parents=True)
@@ -31,7 +31,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("revision", "commit"), [(None, COMMITS["main"]), ("v2", COMMITS["v2"]), (COMMITS["v2"], COMMITS["v2"])]
 )
 def test_a_revision_is_what_is_loaded(cache: Path, revision: str | None, commit: str) -> None:
-    """There was none: a replica that started later could have other weights."""
+    """There used to be no revision: a replica that started later could have other weights."""
     assert find_model("org/name", revision) == cache / commit
 
 

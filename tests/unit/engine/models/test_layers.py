@@ -1,4 +1,4 @@
-"""Norm and rotary positions against their textbook forms."""
+"""Norm and rotary positions against their textbook formulas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_rms_norm(scale: float) -> None:
 
 
 def rotate_halves(x_NHD: Tensor, positions_N: Tensor, spec: RopeSpec) -> Tensor:
-    """The checkpoint's pairing: feature c turns with c + D / 2."""
+    """The pairing of the checkpoint: feature c rotates with feature c + D / 2."""
     dim = x_NHD.shape[-1]
     angles = positions_N.double()[:, None, None] * rotary_frequencies(spec, dim).double()
     first, second = x_NHD.double().chunk(2, -1)

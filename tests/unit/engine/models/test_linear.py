@@ -1,4 +1,4 @@
-"""Every way to multiply gives what torch's own linear gives; halving is exact or refused."""
+"""Every implementation of a product gives what torch's own linear gives. Halving is exact or refused."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_what_float16_cannot_hold_is_refused() -> None:
 
 
 def test_half_kernels_see_subnormals() -> None:
-    """The smallest weights are float16 subnormals: a kernel that flushed them would lose them."""
+    """The smallest weights are float16 subnormals. A kernel that flushed them to zero would lose them."""
     if not HALF.threaded:
         pytest.skip("no FBGEMM here")
     half = HalfWeights(torch.tensor([[2.0**-24, 2.0**15]]), 1.0)

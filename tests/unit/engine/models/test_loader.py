@@ -49,7 +49,7 @@ def load(directory: Path, **settings: Any) -> LoadedModel:
 
 
 def run_logits(loaded: LoadedModel) -> torch.Tensor:
-    """Logits after three tokens."""
+    """The logits after three tokens."""
     pool = make_kv_pool(loaded.layout, CacheSettings(1, 8), loaded.dtype, loaded.device)
     step = TorchAttention(pool).begin(
         [AttentionItem(3, 3, np.arange(3, dtype=np.int32), True)], torch.arange(3)[None]

@@ -1,4 +1,4 @@
-"""config.json, of this year's and last year's writing, and what is refused."""
+"""config.json as this year's and last year's transformers write it, and what is refused."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_refusals_name_their_reason(changes: dict[str, Any], message: str) -> No
     ],
 )
 def test_windows_by_layer(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
-    """As transformers reads them; a window as long as the context is none."""
+    """Windows are read as transformers reads them. A window as long as the context is none."""
     spec = parse_spec(config(**changes))
     assert spec.windows == windows
     assert spec.kv_layout == KVLayout(spec.num_kv_heads, spec.head_dim, windows)

@@ -1,4 +1,4 @@
-"""Each rank's part of every tensor: together they are the whole, and only the part is read."""
+"""Each rank's part of every tensor: together the parts are the whole tensor, and each rank reads only its part."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def random_tensors(spec: ModelSpec) -> dict[str, Tensor]:
 
 
 def check(spec: ModelSpec, whole: dict[str, Tensor], sources: list[WeightSource]) -> None:
-    """`sources` are the ranks'."""
+    """Checks that the tensors of all ranks' `sources` together are those of `whole`."""
     size, local = len(sources), spec.shard(len(sources))
     holders = max(1, size // spec.num_kv_heads)
     for name, expected in whole.items():
@@ -120,7 +120,7 @@ def test_dummy_parts_make_the_whole(tmp_path: Path, model: str, device: str) -> 
 
 
 def test_query_heads_stay_with_the_keys_they_share(tmp_path: Path) -> None:
-    """8 query heads over 4 or 2 key heads, by 2, 4 and 8 ranks: each rank's queries find their own key head."""
+    """8 query heads over 4, 2 or 1 key heads, for 2, 4 and 8 ranks: each rank's query heads find their own key head."""
     for kv_heads in (4, 2, 1):
         spec = write_model(tmp_path, num_key_value_heads=kv_heads)
         group = spec.num_heads // kv_heads
@@ -163,7 +163,7 @@ def test_what_cannot_be_shared_out_is_named(
 
 
 class TwoRanks(OneRank):
-    """A group that nobody calls."""
+    """Two ranks whose collectives nobody calls."""
 
     size = 2
 

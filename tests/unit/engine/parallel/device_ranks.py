@@ -1,4 +1,4 @@
-"""The GPU's runner as a rank on a CPU: fixed buffers, padding, steps launched ahead, nothing captured."""
+"""Runs the GPU's runner as a rank on a CPU: fixed buffers, padding and steps launched ahead, but no captured graphs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_device_runner(settings: EngineSettings, ranks: RankGroup) -> Runner:
 
 
 def answers(settings: EngineSettings, requests: Sequence[GenerateRequest]) -> list[Outcome]:
-    """What an engine of that many ranks gives, all but the first in child processes."""
+    """The answers of an engine with as many ranks as `settings` say. All ranks but the first run in child processes."""
     outcomes = {request.request_id: Outcome() for request in requests}
     news = threading.Condition()
 

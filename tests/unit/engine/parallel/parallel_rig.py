@@ -36,7 +36,7 @@ def write_model(directory: Path, **changes: Any) -> ModelSettings:
 
 
 class ParallelRig:
-    """An engine of `size` ranks, all but the first in child processes, and what its requests were told."""
+    """An engine of `size` ranks and the outcomes of its requests. All ranks but the first run in child processes."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""NCCL, where there are GPUs: collectives inside CUDA graphs, and an engine over two cards."""
+"""NCCL on GPUs: collectives inside CUDA graphs, and an engine over two cards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def one_rank_by_nccl() -> ProcessRanks:
 
 
 def test_collectives_replay_in_a_graph() -> None:
-    """Captured as a runner's steps are, while NCCL's own threads look at the device."""
+    """The collectives are captured like a runner's steps, while NCCL's own threads use the device."""
     ranks = one_rank_by_nccl()
     device = torch.device("cuda", torch.cuda.current_device())
     x_NE = torch.ones(4, 8, dtype=torch.bfloat16, device=device)

@@ -1,4 +1,4 @@
-"""What rank 0 does, every rank does; and a rank that is lost ends all."""
+"""Every rank does what rank 0 does. The loss of one rank ends all."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def pages(*full: int) -> PoolPages:
 
 
 class LedDriver(Driver):
-    """The scheduler, stepped by hand, over rank 0 of several. Copies end, on the driver's thread, when all ranks'
-    have."""
+    """A scheduler, stepped by hand, over rank 0 of several. A copy ends on the driver's thread, after it has ended on
+    all ranks."""
 
     def __init__(self, leading: LeadRunner, own: NullRunner, **options: Any) -> None:
         super().__init__(num_pages=SIZES["num_pages"], page_size=SIZES["page_size"], **options)
         self.leading = leading
-        self.runner = own  # for what only NullRunner has
+        self.runner = own  # for what only a NullRunner has
 
     def execute(self, batch: ScheduledBatch) -> ModelOutput:
         return self.leading.launch(batch).result()
@@ -70,8 +70,8 @@ class LedDriver(Driver):
 @pytest.mark.parametrize("method", ["off", "ngram", "draft"])
 @pytest.mark.parametrize("windowed", [False, True], ids=["full", "windows"])
 def test_followers_see_what_rank_0_sees(method: Any, windowed: bool) -> None:
-    """Sessions with chunks, retractions, demotions to host and disk, windows and drafts. A follower reads its own KV by
-    the pages it was told of: one wrong page and its tokens are others, or it fails."""
+    """Sessions with chunks, retractions, demotions to host and disk, windows and drafts. A follower reads its own KV
+    through the pages that it was told of. With one wrong page it fails or gives other tokens."""
     window: dict[str, Any] = {"window_len": 10, "num_window_pages": 48} if windowed else {}
     rng = random.Random(11)
     own, *others = runners(3, **window)
@@ -99,7 +99,7 @@ def test_followers_see_what_rank_0_sees(method: Any, windowed: bool) -> None:
 
 
 def test_several_steps_and_pending_tokens() -> None:
-    """Steps launched before the result of the one before was taken, and several in one go."""
+    """Steps are launched before the result of the step before is taken in, some of them several at a time."""
     own, other = runners(2, runs_ahead=True)
     with led(own, other) as (leading, _, _):
         first = leading.launch(ScheduledBatch([item([5, 6, 7])]))
@@ -198,7 +198,7 @@ def test_a_follower_that_fails_ends_the_team_and_says_why() -> None:
         with pytest.raises(RanksLost, match="rank 2 is gone: this device is gone"):
             _step_on(leading)
         assert told.wait(5.0)
-        deadline_s = time.monotonic() + 5.0  # the callback comes first
+        deadline_s = time.monotonic() + 5.0  # the callback comes before the kills
         while not all(thread.killed for thread in threads):
             assert time.monotonic() < deadline_s
         for call in (lambda: leading.save(1, pages(0)), lambda: leading.drop(1)):
@@ -218,7 +218,7 @@ def test_copies_of_a_lost_rank_fail() -> None:
 
 
 def test_a_fault_of_rank_0_ends_the_team() -> None:
-    """Other ranks may stand in a collective by then."""
+    """Other ranks may wait in a collective by then."""
     own, other = Breaking(**SIZES), RecordingRunner(**SIZES)
     with led(own, other) as (leading, team, threads):
         with pytest.raises(RanksLost, match="rank 0: ValueError: this device is gone"):
@@ -238,7 +238,7 @@ def test_a_step_without_end_is_noticed() -> None:
     own, other = Hanging(**SIZES), RecordingRunner(**SIZES)
     own.released = threading.Event()
     with led(own, other) as (leading, team, _):
-        team.when_lost(own.released.set)  # as an abort of the collectives would
+        team.when_lost(own.released.set)  # an abort of the collectives has this effect
         begun_s = time.monotonic()
         with pytest.raises(RanksLost, match="a step has not ended"):
             leading.launch(ScheduledBatch([item([5, 6, 7])])).result()

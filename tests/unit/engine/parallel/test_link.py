@@ -1,4 +1,4 @@
-"""Links between ranks: whole messages, bounded sends, ends that are noticed, strangers turned away."""
+"""Links between ranks: messages arrive whole, sends are bounded, a closed end is noticed, and strangers are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_messages_arrive_whole_and_in_order() -> None:
 def test_a_send_that_nobody_takes_in_fails_in_time() -> None:
     near, far = linked_pair(send_timeout_s=0.3)
     begun_s = time.monotonic()
-    with pytest.raises(OSError):  # noqa: PT011 - which of them is the system's choice
+    with pytest.raises(OSError):  # noqa: PT011 - the system chooses which one
         near.send(bytes(64 * 2**20))
     assert time.monotonic() - begun_s < 5.0
     near.close()

@@ -1,4 +1,4 @@
-"""Ranks in real processes that die, hang, or never come: every request is answered, nothing waits for ever."""
+"""Ranks in real processes die, hang or never come: every request is answered, and nothing waits forever."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def rig(tmp_path: Path, step_s: float) -> Iterator[ParallelRig]:
     ("number", "step_s"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 2.0)], ids=["dead", "hung"]
 )
 def test_a_lost_rank_ends_every_request_with_a_typed_error(rig: ParallelRig, number: signal.Signals) -> None:
-    """A dead one at once, a hung one when a step has lasted `step_s`. The engine is over, not the step alone: so a turn
-    in mid-stream goes on elsewhere."""
+    """It ends them at once if the rank is dead, and after `step_s` if it hangs. The error ends the engine, not only the
+    step, so that a turn in mid-stream goes on elsewhere."""
     (first,) = rig.generate(request("first", [4, 5, 6], 8))
     assert first.reason is FinishReason.LENGTH
-    names = [f"r{index}" for index in range(12)]  # more than run at once: some wait
+    names = [f"r{index}" for index in range(12)]  # more than can run at once, so some wait
     rig.submit(*(request(name, [7, 8, index], LONG) for index, name in enumerate(names)))
     rig.wait_tokens("r0", 3)
     pid = rig.ranks.children[0].pid
@@ -75,7 +75,7 @@ def test_a_model_that_cannot_be_shared_out_stops_the_start(tmp_path: Path) -> No
 
 
 def test_a_rank_that_ends_before_it_came_stops_the_start(tmp_path: Path) -> None:
-    """The child cannot even unpickle what it is told: the settings name something that is not there."""
+    """The child cannot unpickle its settings, which name something that is not there."""
     model = write_model(tmp_path)
     broken = ModelSettings(_Unreadable(model.path), load_format="dummy", device="cpu", num_threads=1)
     with pytest.raises(RanksNotStarted, match="rank 1 ended at its start: exit status 1"):

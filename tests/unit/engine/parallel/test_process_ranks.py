@@ -1,4 +1,4 @@
-"""Collectives between CPUs, two ranks on threads of one process."""
+"""Collectives between CPUs, with two ranks on threads of one process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def on_each(ranks: list[ProcessRanks], work: Callable[[RankGroup], Any]) -> list
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_collectives(size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
-    parts = [torch.randint(-8, 8, (5, 4)).to(dtype) for _ in range(size)]  # sums are exact in any order
+    parts = [torch.randint(-8, 8, (5, 4)).to(dtype) for _ in range(size)]  # exact sums in any order
     ranks = groups(size)
 
     def work(group: RankGroup) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Batches over the wire: nothing is lost, and little travels."""
+"""Batches over the wire: nothing is lost, and little is sent."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.unit.operations import peak_bytes
 
 PAGE_SIZE = 4
 APART = {"pages", "window_pages", "known_pages", "known_window_pages", "sample"}
-"""Compared apart: tables are cut, and more of them may be sent again than has changed."""
+"""Fields that are compared separately: tables arrive shortened, and more of them may be sent than has changed."""
 
 RUNS = count(1)
 
 
 class Live:
-    """A request as batches see it: its table grows, its pages are swapped now and then."""
+    """A request whose batch items look real: its table grows, and its pages are replaced now and then."""
 
     def __init__(self, name: str, rng: random.Random, windowed: bool) -> None:
         self.name, self._rng, self._windowed = name, rng, windowed
@@ -45,7 +45,7 @@ class Live:
         if self.length + 20 > 40 * PAGE_SIZE:
             self.length = 0
         if rng.random() < 0.1:
-            self.table = self.table[::-1].copy()  # retracted, and back elsewhere
+            self.table = self.table[::-1].copy()  # as if it was retracted and came back on other pages
             self.run, self.known, self.known_window = next(RUNS), 0, 0
         if rng.random() < 0.2:
             first = rng.randrange(5)
@@ -133,7 +133,7 @@ def test_batches_arrive_as_they_were_sent() -> None:
 
 
 def test_a_decode_step_sends_no_tables_again() -> None:
-    """64 requests of 8 k tokens: the first batch says where their pages are, later ones only what is new."""
+    """64 requests of 8 k tokens. The first batch tells where their pages are, later batches only what is new."""
     encoder = BatchEncoder(16)
     tables = [np.arange(600, dtype=np.int32) * 7 + index for index in range(64)]
     params = SamplingParams(temperature=0.0)
@@ -153,7 +153,7 @@ def test_a_decode_step_sends_no_tables_again() -> None:
 
 
 def test_a_decode_step_looks_at_no_table_again() -> None:
-    """Whether a sequence has 1 k tokens or 100 k, and however many of them it has seen and picked."""
+    """The cost is the same for a sequence of 1 k and of 100 k tokens, and for any number of tokens seen and picked."""
 
     def step(num_pages: int) -> int:
         encoder, seen = BatchEncoder(16), SeenTokens(np.arange(num_pages), [*range(num_pages)])

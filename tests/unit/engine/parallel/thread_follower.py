@@ -1,4 +1,4 @@
-"""Rank 0 and a follower in one process: real links between threads, runners of any kind, no collectives."""
+"""Rank 0 and its followers in one process: real links between threads, runners of any kind, no collectives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def linked_pair(send_timeout_s: float = 2.0) -> tuple[Link, Link]:
 
 
 class NoCollectives(ProcessRanks):
-    """Counts what is asked of it."""
+    """Ranks without collectives. Counts the calls of `abort`."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size, self.aborts = 0, size, 0
@@ -41,7 +41,7 @@ class NoCollectives(ProcessRanks):
 
 
 class RecordingRunner(NullRunner):
-    """Keeps what every step gave."""
+    """A NullRunner that keeps the output of every step."""
 
     def launch(self, batch: ScheduledBatch) -> Launch:
         launch = super().launch(batch)

@@ -1,4 +1,4 @@
-"""Masks on the plain runner and on the GPU's: only what is allowed is picked, and nothing else changes."""
+"""Masks on the plain runner and on the GPU's: only allowed tokens are picked, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def held(index: int, tokens: list[int], params: SamplingParams, mask: bytes | No
 
 
 def test_constrained_rows_beside_free_ones(loaded: LoadedModel) -> None:
-    """Also in a step that a score of input sends to the plain runner. Neighbours pick what they pick without them."""
+    """This includes a step that goes to the plain runner because of input log-probabilities. Free rows pick the same
+    tokens as without constrained rows."""
     pair = make_pair(loaded, max_graph_tokens=16)
     texts = prompts(4)
 

@@ -1,6 +1,6 @@
-"""The GPU's runner: padded buffers, pending tokens and several steps in one go give what a plain step gives.
+"""The GPU's runner: padded buffers, pending tokens and several steps at once give what plain steps give.
 
-On a CPU the very functions that a GPU captures are called each time.
+On a CPU, the functions that a GPU would capture are called each time.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 class Recorded:
-    """Graphs of a CPU: calls what was captured, whatever else it is given later. What a capture leaves out of account
-    is therefore missed in every run."""
+    """Graphs for a CPU. It always calls the captured function, whatever function it gets later. So anything that a
+    capture leaves out is missing in every run."""
 
     replays = True
 
@@ -80,7 +80,7 @@ class Recorded:
 def make_pair(
     loaded: LoadedModel, max_graph_tokens: int = 8, *, graphs: bool = True, recorded: Recorded | None = None
 ) -> tuple[TorchRunner, DeviceRunner]:
-    """The plain runner, and the GPU's over pools of its own."""
+    """The plain runner and the GPU's runner, each with a pool of its own."""
     execution = ExecutionSettings(graphs=graphs, max_graph_tokens=max_graph_tokens, decode_steps=4)
     runners: list[Any] = []
     for _ in range(2):
@@ -114,7 +114,7 @@ def prompts(count: int, length: int = 7) -> list[list[int]]:
 
 
 def both(pair: tuple[TorchRunner, DeviceRunner], items: list[BatchItem]) -> list[tuple[int, ...]]:
-    """Runs the batch on both runners, which must agree."""
+    """Runs the batch on both runners. Checks that they agree, and returns the tokens."""
     batch = ScheduledBatch(items)
     plain, device = (runner.launch(batch).result().items for runner in pair)
     assert [output.token_ids for output in device] == [output.token_ids for output in plain]
@@ -171,7 +171,8 @@ def test_a_step_of_prompt_chunks_alone_samples_nothing(loaded: LoadedModel) -> N
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_pending_tokens_stay_on_the_device(loaded: LoadedModel, params: SamplingParams) -> None:
-    """A step is launched before the picks of the one before are asked for, in another order and with company."""
+    """A step is launched before the picks of the step before are read. Its items have another order, and there are new
+    ones."""
     plain, device = make_pair(loaded)
     texts = prompts(3)
     first = [item(i, text, 0, params) for i, text in enumerate(texts)]
@@ -194,7 +195,7 @@ def test_pending_tokens_stay_on_the_device(loaded: LoadedModel, params: Sampling
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_several_steps_in_one_go(loaded: LoadedModel, params: SamplingParams) -> None:
-    """Four steps without the host, then four more whose first token is pending."""
+    """Runs four steps without the host, then four more whose first token is pending."""
     plain, device = make_pair(loaded)
     texts = prompts(3)
     picks = both((plain, device), [item(i, text, 0, params) for i, text in enumerate(texts)])
@@ -231,7 +232,7 @@ def test_logprobs_bias_and_penalties(loaded: LoadedModel) -> None:
 
 
 def test_log_probabilities_are_made_with_the_step(loaded: LoadedModel) -> None:
-    """Nothing that is launched after it changes them; drafts have rows of their own."""
+    """Later launches do not change them. Drafts have rows of their own."""
     pair = plain, device = make_pair(loaded, max_graph_tokens=16)
     texts = prompts(3)
     picks = both(pair, [item(i, text, 0, GREEDY) for i, text in enumerate(texts)])
@@ -256,7 +257,7 @@ def test_log_probabilities_are_made_with_the_step(loaded: LoadedModel) -> None:
 
 
 def test_scores_of_input_tokens_take_the_careful_way(loaded: LoadedModel) -> None:
-    """And a step may follow whose tokens are pending in it."""
+    """The next step may have tokens that are pending in such a step."""
     pair = make_pair(loaded)
     text = prompts(1)[0]
     first = [item(0, text, 0, GREEDY, input_logprobs_from=0), item(1, text, 0, GREEDY)]
@@ -294,7 +295,7 @@ def test_what_was_captured_serves_every_step_of_its_size(
     recorded = captures_all(monkeypatch)
     plain, device = make_pair(loaded, max_graph_tokens=24, recorded=recorded)
     texts = prompts(3, length=5)
-    for _ in range(2):  # the second time over what the first has left in the buffers
+    for _ in range(2):  # the second round uses buffers with the first round's contents
         first = [item(i, text, 0, params) for i, text in enumerate(texts)]
         picks = both((plain, device), first)
         items = [item(i, list(pick), len(texts[i]), params) for i, pick in enumerate(picks)]
@@ -310,7 +311,7 @@ def test_what_was_captured_serves_every_step_of_its_size(
 def test_the_head_is_captured_for_all_that_run_at_once(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five of at most five are padded to eight."""
+    """Five rows, which is the most, are padded to eight."""
     recorded = captures_all(monkeypatch)
     execution = ExecutionSettings(max_graph_tokens=8)
     pool = make_kv_pool(loaded.layout, CacheSettings(PAGE_SIZE, 60), loaded.dtype, loaded.device)
@@ -324,7 +325,7 @@ def test_the_head_is_captured_for_all_that_run_at_once(
 
 
 def test_captures_write_nothing_to_the_pools(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backends may read what no token was written to, and multiply it by zero."""
+    """Backends may read slots that no token was written to and multiply them by zero."""
     recorded = captures_all(monkeypatch)
     execution = ExecutionSettings(max_graph_tokens=8, decode_steps=4)
     pool = make_kv_pool(loaded.layout, CacheSettings(PAGE_SIZE, 60), loaded.dtype, loaded.device)
@@ -339,7 +340,7 @@ def test_captures_write_nothing_to_the_pools(loaded: LoadedModel, monkeypatch: p
 
 
 def test_more_may_be_sampled_than_a_rehearsed_step_has_rows(loaded: LoadedModel) -> None:
-    """Operators warn of results that do not have the size of the memory they are given."""
+    """Operators warn if a result's size differs from that of the memory they are given."""
     _, runner = make_pair(loaded)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -364,7 +365,7 @@ class Hung:
 
 
 def test_a_device_that_does_not_answer_is_lost(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it was given may yet be done: buffers and pages cannot be used again."""
+    """The device may still run what it was given, so buffers and pages cannot be used again."""
     _, device = make_pair(loaded)
     monkeypatch.setattr(device_runner_module, "Fence", Hung)
     launch = device.launch(ScheduledBatch([item(0, [1, 2], 0, GREEDY)]))
@@ -376,7 +377,7 @@ def test_a_device_that_does_not_answer_is_lost(loaded: LoadedModel, monkeypatch:
 def test_a_launch_that_fails_leaves_nothing_under_way(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
-    pair = make_pair(loaded, graphs=False)  # a card's would not call what is broken now
+    pair = make_pair(loaded, graphs=False)  # a card's graphs would not call the function that is broken below
     with monkeypatch.context() as broken:
         broken.setattr(loaded.model, "logits", lambda _: 1 // 0)
         if hangs:

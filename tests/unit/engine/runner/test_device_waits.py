@@ -1,4 +1,5 @@
-"""A launch never asks the device for a value, nor waits for a copy: shown on torch's meta device, which has none."""
+"""A launch never asks the device for a value and never waits for a copy. Torch's meta device, which has no values,
+shows it."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ COPY = torch.ops.aten.copy_.default
 
 
 class NoWaiting(TorchDispatchMode):
-    """Lets nothing pass between host and device but copies that nobody waits for."""
+    """Allows only non-blocking copies between host and device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 class Zeros:
-    """A WeightSource."""
+    """A WeightSource whose tensors are all zeros."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self._shapes = shapes
@@ -93,7 +94,7 @@ class Zeros:
 
 
 class StubAttention:
-    """A TableAttention that looks at what it is given, on the device."""
+    """A TableAttention that reads its tables on the device."""
 
     name = "stub"
 
@@ -110,7 +111,7 @@ class StubAttention:
 
 
 class Plain:
-    """What the device's runner asks of the plain one."""
+    """What the device's runner needs of the plain runner."""
 
     facts = RunnerFacts(64, PAGE_SIZE, 1, 50, 128)
 
@@ -153,7 +154,7 @@ def make_runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DeviceRunner]:
             Plain(), model, StubAttention(), buffers, picker, NoGraphs(), SIZES, 12, MOST_STEPS,  # type: ignore[arg-type]
             OneRank(), runs_ahead=True,
         )  # fmt: skip
-        for name in ("tensor", "as_tensor"):  # on a device they wait, out of the mode's sight
+        for name in ("tensor", "as_tensor"):  # on a device these wait, and the mode does not see it
             monkeypatch.setattr(torch, name, refuse)
         with NoWaiting():
             runner.launch(ScheduledBatch(FIRST))
@@ -175,7 +176,7 @@ def item(
 
 
 FIRST = [item(0, [1, 2, 3], 0, GREEDY), item(1, [4], 0, SAMPLED), item(2, [5, 6], 0, None, next_token=7)]
-"""Launched before each of the cases."""
+"""The batch that is launched before each of the cases."""
 
 CASES = {
     "decode": ScheduledBatch([item(0, [9], 3, GREEDY), item(1, [9], 1, GREEDY)]),
@@ -206,7 +207,7 @@ def test_a_launch_waits_for_nothing(make_runner: Callable[..., DeviceRunner], ca
 
 
 def test_a_clone_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fork would have the host wait for the step on its way."""
+    """Otherwise the host would wait, for a fork, for the step that is under way."""
     monkeypatch.setattr(host_copies_module, "send", sent)
     pool = make_kv_pool(KVLayout(2, 8, (None, 4)), CacheSettings(PAGE_SIZE, 6), torch.bfloat16, DEVICE)
     copies = HostCopies.of(pool)

@@ -1,4 +1,4 @@
-"""A process has its folder to itself while it lives, and leaves nothing behind that the next one would not clear."""
+"""A living process has its folder to itself. Whatever it leaves behind, the next process clears."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ sys.stdin.read()
 
 @contextmanager
 def another_process(root: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """Has a folder with a file in it, until it is killed."""
+    """Starts a process that has a folder with a file in it, and kills it at the end. Yields the process and the file's
+    path."""
     command = [sys.executable, "-c", OWNER, str(root)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -137,8 +138,8 @@ def test_a_start_that_hangs_holds_up_no_other_for_ever(
 
 
 def test_a_link_that_another_user_left_is_not_followed(tmp_path: Path) -> None:
-    """Where others may write to the shared folder. The lock was opened through a link, and what it led to emptied; a
-    linked folder's files were taken for leftovers and removed."""
+    """Other users may be able to write to the shared folder. The lock used to be opened through a link, which emptied
+    the file that the link led to. The files of a linked folder used to be taken for leftovers and removed."""
     root, theirs = tmp_path / "shared", tmp_path / "theirs"
     root.mkdir()
     theirs.mkdir()

@@ -1,4 +1,4 @@
-"""What is read is what was written, or an error."""
+"""A read returns what was written, or is an error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DiskStore]
 
 
 def tensors() -> list[Tensor]:
-    """Of several types, one of them empty."""
+    """Tensors of several dtypes, one of them empty."""
     numbers = torch.arange(60, dtype=torch.float32).view(3, 4, 5)
     return [numbers, numbers.to(torch.bfloat16), numbers.to(torch.uint8), torch.empty(2, 0, 3)]
 
@@ -54,7 +54,7 @@ def test_the_same_bits_come_back(store: DiskStore) -> None:
 
 @contextmanager
 def files_no_larger_than(num_bytes: int) -> Iterator[None]:
-    """The file system takes the first bytes of a file and then fails, as a full disk does."""
+    """Lets the file system accept only the first bytes of a file, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -1,4 +1,4 @@
-"""The draft model proposes what it would say by itself, and nothing it does changes what the target says."""
+"""The draft model proposes what it would say by itself, and never changes what the target says."""
 
 from __future__ import annotations
 
@@ -73,13 +73,14 @@ def prompt(index: int) -> list[int]:
 
 
 def mirrored(index: int, tokens: list[int], count: int, draft_start: int = 0) -> BatchItem:
-    """The last of `tokens` computed now by the target, all from `draft_start` on by the draft model."""
+    """An item in which the target computes the last of `tokens`, and the draft model all tokens from `draft_start`
+    on."""
     work = DraftWork(draft_start, tokens[draft_start:], count)
     return item(index, tokens[-1:], len(tokens) - 1, work)
 
 
 def greedy(runner: TorchRunner, index: int, tokens: list[int], count: int) -> list[int]:
-    """`tokens` and what a runner says after it, step by step."""
+    """`tokens`, followed by `count` tokens that the runner picks one by one."""
     new, start = tokens, 0
     for _ in range(count):
         token = run(runner, item(index, new, start))[0].token_ids[0]
@@ -88,7 +89,7 @@ def greedy(runner: TorchRunner, index: int, tokens: list[int], count: int) -> li
 
 
 def test_proposals_are_its_own_greedy_tokens(tmp_path: Path) -> None:
-    """With the target's weights it agrees in everything, whatever beside it is done in the batch."""
+    """With the target's weights it agrees in everything, whatever else is in the batch."""
     truth = [greedy(make_runner(tmp_path, None), 0, prompt(index), 20) for index in range(3)]
     draft = make_draft(tmp_path / "same", TARGET)
     runner = make_runner(tmp_path, draft)
@@ -101,7 +102,7 @@ def test_proposals_are_its_own_greedy_tokens(tmp_path: Path) -> None:
     for counts in ((3, 0, 1), (0, 4, 2), (2, 2, 5), (1, 6, 0)):
         items = [
             mirrored(i, truth[i][: lens[i]], counts[i], draft_lens[i]) if counts[i] or i != 1
-            else item(i, truth[i][lens[i] - 1 : lens[i]], lens[i] - 1)  # nothing asked of the draft model
+            else item(i, truth[i][lens[i] - 1 : lens[i]], lens[i] - 1)  # asks nothing of the draft model
             for i in range(3)
         ]  # fmt: skip
         for index, output in enumerate(run(runner, *items)):
@@ -132,7 +133,7 @@ def test_silent_past_its_own_context(tmp_path: Path) -> None:
     runner = make_runner(tmp_path, make_draft(tmp_path / "short", short))
     tokens = [3, 4, 5] * 5
     run(runner, item(0, tokens[:-1], 0))
-    # The proposal that follows the last token of its context needs no KV.
+    # The proposal after the last token of the draft model's context needs no KV.
     assert run(runner, mirrored(0, tokens, 5))[0].num_proposed == 2
     longer = [*tokens, 1, 2, 3]
     run(runner, item(0, longer[len(tokens) - 1 : -1], len(tokens) - 1))

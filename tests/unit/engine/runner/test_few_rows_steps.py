@@ -1,4 +1,4 @@
-"""The GPU's runner over a model whose products of few rows are the kernel's, beside a plain step with torch's."""
+"""The GPU's runner with a model whose products of few rows use the kernel, compared with a plain step with torch's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load(directory: Path, linears: LinearFactory) -> LoadedModel:
 def test_steps_of_few_and_of_many_rows_pick_what_torch_picks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The way to go changes in the middle of a turn: the prompts have more rows than the kernel takes."""
+    """The implementation changes in the middle of a turn, because prompts have more rows than the kernel takes."""
     config = CONFIG | {"architectures": ["LlamaForCausalLM"], "attention_bias": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
     rows: set[int] = set()

@@ -1,4 +1,4 @@
-"""Graphs by size: on a card they replay, elsewhere they call."""
+"""Graphs by size: on a card they are replayed, elsewhere their functions are called."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def test_without_a_gpu_functions_are_called() -> None:
 
 
 class StandInCuda:
-    """What a capture asks of torch.cuda. `met` has the stream of each run of what is captured, and of each capture."""
+    """The part of torch.cuda that a capture uses. `met` has the stream of each run of the captured function and of each
+    capture."""
 
     def __init__(self) -> None:
         self.current: Any = SimpleNamespace(name="default", wait_stream=lambda _: None)
@@ -69,7 +70,7 @@ class StandInCuda:
 
 
 def test_all_captures_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuBLAS keeps tens of megabytes for each stream it has met, which nobody accounts for."""
+    """cuBLAS keeps tens of megabytes for each stream that it has met, and no account includes them."""
     cuda = StandInCuda()
     monkeypatch.setattr(graphs_module, "torch", SimpleNamespace(cuda=cuda))
     graphs = CudaGraphs(CPU)

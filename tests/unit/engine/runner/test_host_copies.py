@@ -1,4 +1,4 @@
-"""Pages saved and loaded, or cloned, are the same bits, and no other page changes."""
+"""Pages that are saved and loaded, or cloned, have the same bits, and no other page changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAIT_S = 30.0
 
 
 def make_pool(windows: tuple[int | None, ...], dtype: torch.dtype = torch.float32) -> KVPool:
-    """Filled with random bits, all NaNs and infinities of the dtype included."""
+    """A pool filled with random bits, including the NaNs and infinities of the dtype."""
     settings = CacheSettings(PAGE_SIZE, num_pages=10, window_ratio=0.6)
     pool = make_kv_pool(KVLayout(2, 8, windows), settings, dtype, CPU)
     for paged in (pool.full, pool.window):
@@ -43,8 +43,8 @@ def make_pool(windows: tuple[int | None, ...], dtype: torch.dtype = torch.float3
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16, FP8], ids=str)
 def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[HostCopies, list[torch.Tensor]]]:
-    """Copies, with a disk, over three pools, and the pools' bits by page [P, L, 2, K, p, D]: model, draft, window; in
-    fp8 then their scales."""
+    """Copies, with a disk, over three pools, and the pools' bits by page [P, L, 2, K, p, D]: model, draft, window. In
+    fp8 the bits of the scales follow."""
     pool, draft = make_pool((None, 9, None), request.param), make_pool((None,), request.param)
     copies = HostCopies.of(pool, draft.full, DiskStore(DiskFolder(tmp_path), Encrypted()))
     assert pool.window is not None
@@ -186,7 +186,7 @@ def test_clone(rig: tuple[HostCopies, list[torch.Tensor]]) -> None:
 
 
 def test_copies_run_in_order_beside_the_caller(rig: tuple[HostCopies, list[torch.Tensor]]) -> None:
-    """A load may be asked for before its save is done; the caller may change the arrays it handed in."""
+    """A load may be asked for before its save is done. The caller may change the arrays that it passed."""
     copies, pools = rig
     source = pages([7, 2], [1])
     expected = moved([tensor.clone() for tensor in pools], source, pages([3, 5], [4]))
@@ -223,7 +223,7 @@ def test_a_fault_is_the_futures() -> None:
 
 def test_close_waits_for_what_runs() -> None:
     pool = make_pool((5, 5))
-    copies = HostCopies.of(pool)  # no layer with full attention: only the window's pages are copied
+    copies = HostCopies.of(pool)  # no layer has full attention, so only the window's pages are copied
     assert pool.window is not None
     first = bits(pool.window.kv_L2KSD)[2].clone()
     saved = copies.save(1, pages([3], [2]))

@@ -1,4 +1,4 @@
-"""The flat arrays of a step; the quick way for decodes gives what the general one gives."""
+"""The flat arrays of a step. The quick way for decodes gives what the general one gives."""
 
 from __future__ import annotations
 

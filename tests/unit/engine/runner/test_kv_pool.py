@@ -1,4 +1,4 @@
-"""How large the pools are, what a page costs, and which layer lies where."""
+"""The size of the pools, the cost of a page, and the place of each layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 FULL = KVLayout(num_kv_heads=2, head_dim=8, windows=(None, None, None))
 MIXED = KVLayout(num_kv_heads=2, head_dim=8, windows=(64, None, 32))
 LAYER_BYTES = 16 * 2 * 2 * 8 * 4
-"""Of one layer's page."""
+"""The bytes of one page of one layer."""
 
 
 def test_pages_by_number_and_by_size() -> None:

@@ -1,4 +1,4 @@
-"""Page tables on the device are those of the items, and of a table that grew only the new entries travel."""
+"""Page tables on the device equal those of the items. For a table that grew, only the new entries are sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, MOST_PAGES = 5, 40
 
 
 class Sent:
-    """Counts numbers that go to the device."""
+    """Counts the numbers that are sent to the device."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
@@ -52,7 +52,7 @@ def assert_told(tables: PageTables, items: list[BatchItem]) -> None:
 def test_a_row_is_the_run_s_until_another_needs_it() -> None:
     tables = PageTables(1, 2, MOST_PAGES, CPU)
     assert_told(tables, [item([1, 2, 3], run=1), item([4], run=2)])
-    assert_told(tables, [item([4, 9], run=2, known_pages=1), item([5], run=3)])  # run 1 has gone
+    assert_told(tables, [item([4, 9], run=2, known_pages=1), item([5], run=3)])  # run 1 has lost its row
     assert_told(tables, [item([1, 2, 3, 8], run=1, known_pages=3), item([4, 9], run=2, known_pages=2)])
     assert_told(tables, [item([7, 7]), item([6])])
     assert_told(tables, [item([4, 9], run=2, known_pages=2)])
@@ -68,7 +68,7 @@ def test_what_a_step_did_without_the_tables_is_told_again() -> None:
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_random_schedules_leave_the_tables_that_their_items_have(windowed: bool, ahead: bool) -> None:
-    """Turns that grow, share, slide, are retracted and fail; the scheduler says what each step has to tell."""
+    """Turns grow, share, slide, are retracted and fail. The scheduler says what each step has to send."""
     rng = random.Random(windowed + 2 * ahead)
     driver = Driver(
         num_pages=60, page_size=2, context_len=76, max_batch_tokens=20, max_running=ROWS, ahead=ahead,
@@ -117,7 +117,7 @@ def test_random_schedules_leave_the_tables_that_their_items_have(windowed: bool,
 
 @pytest.mark.parametrize("num_pages", [64, 4096])
 def test_a_decode_sends_no_table_again(num_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """32 steps of 8 sequences: two entries each, and their places."""
+    """32 steps of 8 sequences send two entries each, and their places."""
     driver = Driver(
         num_pages=9 * num_pages, page_size=16, context_len=10**6, chunk_size=10**6, max_batch_tokens=10**6
     )

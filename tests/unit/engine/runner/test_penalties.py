@@ -1,4 +1,4 @@
-"""Penalties brought up to date token by token are those worked out afresh, and cost what is new."""
+"""Penalties that are updated token by token equal those computed anew, and an update costs only what is new."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CASES = [
 def reference(
     logits_V: torch.Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
 ) -> torch.Tensor:
-    """Token by token, as the parameters are defined."""
+    """The penalties token by token, as the parameters are defined."""
     edited_V = logits_V.clone()
     counts = Counter(output)
     for token in {*prompt, *output} if params.repetition_penalty != 1.0 else ():

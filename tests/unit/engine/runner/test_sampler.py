@@ -1,4 +1,4 @@
-"""Sampling: right distributions, filters in the right order, and randomness of (seed, position) alone."""
+"""Sampling: right distributions, filters in the right order, and randomness that depends on (seed, position) alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SEEDS = (1, 2024, 9_999_999_999)
 
 
 def draw(position: int = 0, **params: object) -> tuple[SamplingParams, int]:
-    """How to pick a token, and where."""
+    """The parameters and the position of a pick."""
     return SamplingParams(**params), position  # type: ignore[arg-type]
 
 
@@ -39,7 +39,7 @@ def sample(logits_RV: torch.Tensor, draws: list[tuple[SamplingParams, int]]) -> 
 
 
 def filtered_probs(logits_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The candidates' masses at their places in the vocabulary."""
+    """The candidates' probabilities at their places in the vocabulary."""
     probs_C, ids_C = candidates(logits_V, params)
     if ids_C is None:
         return probs_C.double()
@@ -47,7 +47,8 @@ def filtered_probs(logits_V: torch.Tensor, params: SamplingParams) -> torch.Tens
 
 
 def chi_square(counts: Counter[int], probs: torch.Tensor) -> float:
-    """Standardised: about normal(0, 1) if the draws follow `probs`; tokens of no mass must not occur."""
+    """The standardised chi-square statistic. It is about normal(0, 1) if the draws follow `probs`. Tokens of
+    probability 0 must not occur."""
     kept = [token for token in range(len(probs)) if probs[token] > 0]
     assert set(counts) <= set(kept)
     total = sum(counts.values())
@@ -112,7 +113,7 @@ def test_filters() -> None:
         "p exact": (SamplingParams(top_p=0.39), [0.0, 0.0, 0.0, 0.4]),
         "none left but the first": (SamplingParams(top_p=0.0), [0.0, 0.0, 0.0, 0.4]),
         "min": (SamplingParams(min_p=0.6), [0.0, 0.0, 0.3, 0.4]),
-        # top-p looks at what top-k left: 4/7 < 0.6, so both stay; 0.5 keeps one.
+        # top-p looks at what top-k has left: 4/7 < 0.6, so both stay. 0.5 keeps one.
         "k then p": (SamplingParams(top_k=2, top_p=0.6), [0.0, 0.0, 3 / 7, 4 / 7]),
         "k then less p": (SamplingParams(top_k=2, top_p=0.5), [0.0, 0.0, 0.0, 4 / 7]),
     }
@@ -161,7 +162,7 @@ def test_token_logprobs_are_of_the_raw_distribution() -> None:
 
 
 def test_top_k_keeps_the_order_of_tokens_and_all_equals_of_the_last() -> None:
-    """As the kernel on a GPU does: a request may be sampled by either from one step to the next."""
+    """The kernel on a GPU does so as well, and either may sample a request from one step to the next."""
     logits = torch.tensor([1.0, 3.0, 2.0, 0.0, 2.0, 2.0])
     probs, ids = candidates(logits, SamplingParams(top_k=2))
     assert ids is not None
@@ -170,7 +171,7 @@ def test_top_k_keeps_the_order_of_tokens_and_all_equals_of_the_last() -> None:
 
 
 def test_masks_leave_only_what_is_allowed() -> None:
-    """Against the mask read bit by bit; the vocabulary ends within a byte."""
+    """The reference reads the mask bit by bit. The vocabulary ends within a byte."""
     generator = torch.Generator().manual_seed(3)
     logits_RV = torch.randn((4, 21), generator=generator)
     before_RV = logits_RV.clone()
@@ -198,7 +199,7 @@ def test_masks_leave_only_what_is_allowed() -> None:
 def test_only_allowed_tokens_are_picked_however_that_is_done(params: SamplingParams) -> None:
     logits_RV = torch.randn((1, 40), generator=torch.Generator().manual_seed(7)) * 10
     likely = set(logits_RV[0].topk(20).indices.tolist())
-    allowed = sorted(set(range(40)) - likely)[:3]  # unlikely ones
+    allowed = sorted(set(range(40)) - likely)[:3]  # unlikely tokens
     mask = sum(1 << token for token in allowed).to_bytes(5, "little")
     seen = SeenTokens(np.array(allowed), [allowed[0]] * 2)
     masked_V = allowed_rows(logits_RV, {0: mask})[0]

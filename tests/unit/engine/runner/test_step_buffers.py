@@ -1,4 +1,4 @@
-"""What a step's tables say once a batch is unpacked into buffers that hold another's."""
+"""The contents of a step's tables after a batch is unpacked into buffers that hold another batch."""
 
 from __future__ import annotations
 

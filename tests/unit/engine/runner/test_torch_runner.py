@@ -1,4 +1,4 @@
-"""The runner as the scheduler uses it: nothing an item gets depends on its batch mates or on how it was cut."""
+"""The runner as the scheduler uses it: an item's result depends neither on its batch mates nor on how it was cut."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def test_batch_mates_change_nothing(directory: Path) -> None:
 
 
 def test_cuts_change_nothing(directory: Path) -> None:
-    """One prompt whole, and in chunks beside a decode; input logprobs join without gap or overlap."""
+    """One prompt whole, and in chunks beside a decode. The chunks' input log-probabilities join without gap or
+    overlap."""
     tokens, params = prompt(3), SamplingParams(temperature=0.8, seed=9)
     whole = item(0, tokens, 0, params)
     whole.input_logprobs_from = 0
@@ -115,7 +116,7 @@ def test_input_logprobs_from_the_middle(directory: Path) -> None:
 
 
 def decode(runner: TorchRunner, params: SamplingParams, count: int) -> list[int]:
-    """`count` tokens after prompt(2), one a step."""
+    """The prompt and `count` tokens after it, one token a step."""
     tokens = prompt(2)
     new, start = tokens, 0
     while len(tokens) < len(prompt(2)) + count:
@@ -126,7 +127,7 @@ def decode(runner: TorchRunner, params: SamplingParams, count: int) -> list[int]
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_drafts_change_no_token(directory: Path, temperature: float) -> None:
-    """Right and wrong drafts, beside a prompt chunk; what a rejected draft wrote is written over."""
+    """Right and wrong drafts, beside a prompt chunk. Later tokens overwrite what a rejected draft wrote."""
     params = SamplingParams(temperature=temperature, seed=11)
     expected = decode(make_runner(directory), params, 16)
     runner = make_runner(directory)
@@ -152,7 +153,7 @@ def test_drafts_change_no_token(directory: Path, temperature: float) -> None:
 
 @pytest.mark.parametrize("plain", [True, False], ids=["plain linears", "fast linears"])
 def test_fast_parts_equal_the_simple_ones(directory: Path, plain: bool) -> None:
-    """Fast attention and fast linears against the reference attention over torch's own linear."""
+    """Fast attention and fast linears, compared with the reference attention over torch's own linear."""
     greedy = SamplingParams(temperature=0.0)
     outputs = []
     for runner in (

@@ -1,4 +1,4 @@
-"""Drafts change when a token comes, never which: identity with the draws without drafts, and the distribution."""
+"""Drafts change when a token comes, never which token. Compared are the draws without drafts, and the distribution."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PENALTIES = PenaltyTable()
 
 
 def model_logits(tokens: list[int]) -> torch.Tensor:
-    """A "model": scores of the next token [V], a function of the last three tokens."""
+    """A "model": the scores of the next token [V] are a function of the last three tokens."""
     seed = sum(token * 31**power for power, token in enumerate(tokens[-3:]))
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5
 
@@ -39,8 +39,8 @@ def verify(tokens: list[int], drafts: list[int], spec: SampleSpec) -> ItemOutput
 def generate(
     params: SamplingParams, count: int, draft_seed: int | None
 ) -> tuple[list[int], list[float], int]:
-    """Tokens, their log-probabilities and the number of steps; with drafts half of which are guesses that
-    happen to be right."""
+    """Generates up to `count` tokens. With `draft_seed` it uses drafts, most of which are right. Returns the tokens,
+    their log-probabilities and the number of steps."""
     seen = SeenTokens(np.array([1, 2, 1]), [])
     tokens, logprobs, steps = [1, 2], [], 0
     truth = [1, 2]
@@ -88,8 +88,8 @@ def test_tokens_are_those_without_drafts(params: dict[str, Any], seed: int) -> N
 
 @pytest.mark.parametrize("draft", ["likely", "unlikely"])
 def test_one_step_follows_the_target_distribution(draft: str) -> None:
-    """Over many seeds: first token as the target's, a draft accepted as often as it is likely, and what comes in
-    place of a rejected one distributed as the rest (Leviathan et al. 2023, theorem 3.5)."""
+    """Over many seeds, the first token follows the target's distribution, and a draft is accepted as often as it is
+    likely. The token in place of a rejected draft is distributed as the rest (Leviathan et al. 2023, theorem 3.5)."""
     draws, tokens = 4000, [4, 5]
     params = SamplingParams(temperature=1.1, top_k=9)
     probs_V = filtered(model_logits(tokens), params)
@@ -121,7 +121,8 @@ def filtered(logits_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def chi_square(counts: Counter[int], probs: torch.Tensor) -> float:
-    """Standardised: about normal(0, 1) if the draws follow `probs`; tokens of no mass must not occur."""
+    """The standardised chi-square statistic. It is about normal(0, 1) if the draws follow `probs`. Tokens of
+    probability 0 must not occur."""
     kept = [token for token in range(len(probs)) if probs[token] > 0]
     assert set(counts) <= set(kept)
     total = counts.total()

@@ -1,4 +1,4 @@
-"""As many proposals as pay: long ones where they are accepted, next to none where they are not."""
+"""The number of proposals adapts: many where they are accepted, next to none where they are not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_best_length_is_the_fastest(rate: float, streams: int) -> None:
 
 
 def test_cost_of_more_streams() -> None:
-    """Alone a row costs its share of a step; in a step full of rows it costs what any row costs."""
+    """A row that is alone costs its share of a step. In a step full of rows it costs what any row costs."""
     assert ProposalCost.of(0.1, 1) == ProposalCost(0.1, 0.1 * FIRST_ROWS)
     crowd = ProposalCost.of(0.1, 10_000)
     assert crowd.row == pytest.approx(1.0, abs=0.01)
@@ -35,7 +35,8 @@ def test_cost_of_more_streams() -> None:
 
 
 def generate(rate: float, tokens: int, length: DraftLength, seed: int = 1) -> tuple[float, int]:
-    """Time of `tokens` tokens, in steps of one token by itself, if proposals are accepted at `rate`."""
+    """The time for `tokens` tokens, measured in steps of a single token, and how many were proposed. Proposals are
+    accepted at `rate`."""
     draw = random.Random(seed)
     position, time, proposed_in_all = 100, 0.0, 0
     while position < 100 + tokens:
@@ -54,7 +55,7 @@ def generate(rate: float, tokens: int, length: DraftLength, seed: int = 1) -> tu
 def test_what_is_never_accepted_costs_next_to_nothing() -> None:
     time, proposed = generate(0.0, 300, DraftLength())
     assert time < 1.05 * 300
-    assert proposed > 3  # it is tried again
+    assert proposed > 3  # it tries again
 
 
 @pytest.mark.parametrize(("rate", "gain"), [(0.2, 0.96), (0.6, 1.1), (0.9, 2.0), (1.0, 3.3)])

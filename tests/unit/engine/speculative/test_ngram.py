@@ -1,4 +1,4 @@
-"""The index against a plain search through the whole sequence, through appends, growth and taking back."""
+"""The index against a plain search through the whole sequence: after appends, growth and removals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.speculative.ngram import FEW_TOKENS, LONGEST_MATCH, Match, NgramInde
 
 
 def search(tokens: list[int], size: int, count: int) -> Match | None:
-    """The longest match of the end of `tokens`, the latest of equals, and what followed it."""
+    """The longest earlier match of the end of `tokens`, the latest of equal ones, and what followed it."""
     best: tuple[int, int] | None = None
     for place in range(len(tokens) - 1, size - 1, -1):
         length = 0
@@ -69,7 +69,7 @@ def test_many_at_once_is_one_by_one() -> None:
     whole.extend(tokens[10:])
     for token in tokens:
         single.extend([token])
-    whole._rebuild()  # as many slots as the other may have
+    whole._rebuild()  # rebuilt with as many slots as the other may have
     single._rebuild()
     assert (whole._head, whole._previous) == (single._head, single._previous)
     assert whole.propose(6) == single.propose(6) is not None
@@ -91,7 +91,7 @@ def test_longer_matches_go_first() -> None:
 
 
 def test_costs_do_not_grow_with_the_sequence() -> None:
-    """An append and a lookup into 400,000 tokens cost what they cost into 4,000 (with much slack)."""
+    """An append and a lookup in 400,000 tokens cost what they cost in 4,000, with much slack."""
     costs_s = []
     for length in (4_000, 400_000):
         draw = random.Random(length)

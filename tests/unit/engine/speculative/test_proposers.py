@@ -1,4 +1,4 @@
-"""What a proposer knows of a session from turn to turn, and that being out of date only costs acceptance."""
+"""What a proposer knows of a session from turn to turn. If that is outdated, only acceptance suffers."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_retraction_keeps_the_turn() -> None:
     request = live([*PHRASE, 1])
     ngrams.begin(request)
     accept(request, PHRASE[:2])
-    ngrams.begin(request)  # admitted anew
+    ngrams.begin(request)  # admitted again
     accept(request, PHRASE[2:3])
     assert ngrams.propose(request, 2).token_ids == tuple(PHRASE[3:5])
 
@@ -136,7 +136,7 @@ def test_a_session_that_moved_on_without_it(changed: str) -> None:
 
 
 def test_begin_costs_the_new_tokens() -> None:
-    """The history of a known session is looked at in its last few tokens only."""
+    """Of a known session's history, only the last few tokens are read."""
 
     class Watched(list[int]):
         reads = 0
@@ -167,7 +167,7 @@ def test_state_is_bounded_and_forgotten() -> None:
     ngrams = proposer(most_indexed_tokens=100)
     for number in range(10):
         turn(ngrams, live(list(range(30)), session=f"s{number}", name=f"r{number}"), [])
-    assert ngrams.indexed_tokens == 90  # the last three
+    assert ngrams.indexed_tokens == 90  # of the last three sessions
     turn(ngrams, live(list(range(30)), session=None), [])
     assert ngrams.indexed_tokens == 90
     ngrams.forget("s9")
@@ -175,7 +175,7 @@ def test_state_is_bounded_and_forgotten() -> None:
     assert ngrams.indexed_tokens == 60
     turn(ngrams, live(list(range(500)), session="long"), [])
     assert ngrams.indexed_tokens == 0
-    ngrams.commit(live([1]))  # never admitted
+    ngrams.commit(live([1]))  # was never admitted
     ngrams.rollback(live([1]))
 
 
@@ -198,7 +198,7 @@ def test_a_draft_model_is_asked_for_what_pays() -> None:
     drafts.rollback(request)
     following = live([5], name="next")
     drafts.begin(following)
-    assert drafts.propose(following, 8).model_count == 6  # a session goes on as it went
+    assert drafts.propose(following, 8).model_count == 6  # the session's length carries over
     drafts.rollback(following)
     drafts.forget("s")
     drafts.begin(following)
@@ -217,7 +217,7 @@ def test_a_draft_model_costs_more_to_ask() -> None:
         for _ in range(20):
             drafts.observe(request, 5, 4)
         counts.append(drafts.propose(request, 8).model_count)
-    assert counts[0] > counts[1] > counts[2] == 1  # a probe
+    assert counts[0] > counts[1] > counts[2] == 1  # one proposal, as a probe
 
 
 def test_no_proposer_says_nothing() -> None:

@@ -1,4 +1,5 @@
-"""A real GCS for tests, the part of a Ray cluster that `ray.init` calls first: without a raylet it is there at once."""
+"""A real GCS for tests. It is the part of a Ray cluster that `ray.init` calls first. Without a raylet it starts at
+once."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from ray._raylet import GCS_SERVER_PORT_NAME, wait_for_persisted_port
 START_TIMEOUT_MS = 20_000
 LOOPBACK = "127.0.0.1"
 OWN = services.get_node_ip_address()
-"""The machine's own address; the loopback's where it has no network."""
+"""The machine's own address, or the loopback address where the machine has no network."""
 
 
 class GcsServer:
-    """Runs once made, without tokens or with one. It listens as `ray start --node-ip-address` has it: on the loopback
-    alone, or on every interface."""
+    """A GCS that runs as soon as this is made, without tokens or with one. It listens as under `ray start
+    --node-ip-address`: on the loopback alone, or on every interface."""
 
     def __init__(self, node_ip: str, token: str | None = None) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="kg", dir="/tmp"))
@@ -35,7 +36,7 @@ class GcsServer:
             f"--session-dir={self.directory}",
             f"--log_dir={self.directory}",
             "--config_list=e30=",
-        ]  # {}
+        ]  # base64 of {}
         with (self.directory / "log").open("wb") as log:
             self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         self.port: int = wait_for_persisted_port(

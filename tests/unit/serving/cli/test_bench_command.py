@@ -27,7 +27,7 @@ def measure(stub: Stub, tmp_path, *options: str) -> dict:
 
 
 def measured(stub: Stub) -> list[dict]:
-    """Bodies without the probes for prompt lengths and the warm-up session."""
+    """The bodies of the measured turns, without the probes for prompt lengths and the warm-up session."""
     return stub.bodies[-18:]
 
 
@@ -38,7 +38,7 @@ def test_session_mode_sends_only_new_tokens_and_sees_them_cached(tmp_path):
     assert out["summary"]["turns_ok"] == 18
     assert out["summary"]["output_tokens"] == 72
     assert out["summary"]["new_prompt_tokens_per_turn"] == 5
-    # Turn t has 9 (t - 1) cached tokens of 9 (t - 1) + 5.
+    # Of the 9 (t - 1) + 5 input tokens of turn t, 9 (t - 1) are cached.
     assert out["summary"]["cached_share"] == pytest.approx(135 / 165)
     assert len(set(stub.session_ids) - {None}) == 4
     assert set(stub.closed) == set(stub.session_ids) - {None}

@@ -1,4 +1,4 @@
-"""Percentiles, buckets, bursts and stream parsing, by hand-made samples."""
+"""Percentiles, buckets, bursts and stream parsing, on hand-made samples."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_prompts_depend_on_seed_session_and_turn_only():
 
 @pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="needs Linux")
 def test_cpu_of_the_server_is_told_from_that_of_others():
-    """A child of the 'server' burns CPU; it must be counted as the server's, however busy the machine is."""
+    """A child of the 'server' burns CPU. This must count as the server's, however busy the machine is."""
     burn = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
     server = subprocess.Popen([sys.executable, "-c", burn], start_new_session=True)
     try:
@@ -195,7 +195,7 @@ def test_cpu_of_the_server_is_told_from_that_of_others():
         os.killpg(server.pid, 9)
         server.wait()
     assert shares.server_cores >= 0.05
-    # The two are read one after the other: on a busy machine the server may seem to have used more than all.
+    # The two figures are read one after the other. On a busy machine the server may seem to have used more than all.
     assert shares.other_cores <= max(shares.all_cores - shares.server_cores, 0.0)
     assert CpuMeter().read().other_cores is None
 

@@ -1,4 +1,4 @@
-"""`kedge audit`: a table of the books, every finding in words, and an exit status for scripts."""
+"""`kedge audit`: a table of the books, a sentence for every finding, and an exit status for scripts."""
 
 from __future__ import annotations
 

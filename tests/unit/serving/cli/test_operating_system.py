@@ -1,4 +1,4 @@
-"""Windows is refused by its name, before anything else is looked at."""
+"""Windows is refused by name, before anything else is checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Ray cluster that runs everybody's code is refused, whichever way `serve run` would find it. What is asked is a real
+"""A Ray cluster that runs anybody's code is refused, by whichever way `serve run` would find it. The tests ask a real
 GCS."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from serving.cli.start.errors import StartError
 from serving.cli.start.ray_cluster import answers, check_cluster
 
 MAPPED_LOOPBACK = f"[::ffff:{LOOPBACK}]"
-"""The loopback for Ray, too, which puts the machine's own address in place of 127.0.0.1."""
+"""The loopback address in a form that Ray keeps. Ray replaces 127.0.0.1 with the machine's own address."""
 NOBODY = "127.0.0.2:1"
 TOKEN = "8f6e" * 8
 
@@ -46,7 +46,8 @@ def with_token() -> Iterator[GcsServer]:
 
 @pytest.fixture(autouse=True)
 def left_by_ray_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that `ray start` writes an address to. There is none, and nothing in the environment, either."""
+    """The path of the file to which `ray start` writes an address. The file does not exist, and the environment names
+    no cluster either."""
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     (tmp_path / "ray").mkdir()
@@ -55,7 +56,8 @@ def left_by_ray_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def have_token(monkeypatch: pytest.MonkeyPatch) -> Iterator[HaveToken]:
-    """Makes it the user's. Ray, which remembers the one that it found first, is told to look again."""
+    """A function that makes a token the user's. Ray remembers the first token that it found, so it is told to look
+    again."""
     loader = AuthenticationTokenLoader.instance()
     with monkeypatch.context() as patched:
 
@@ -104,14 +106,14 @@ def test_that_this_process_has_tokens_on_does_not_close_a_cluster(open_to_all: G
 def test_a_cluster_is_found_as_ray_finds_it(
     open_to_all: GcsServer, left_by_ray_start: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_cluster(None, {})  # one is to be started
+    check_cluster(None, {})  # no cluster is there: Ray would start one
     address = open_to_all.at(OWN)
     left_by_ray_start.write_text(address)
     assert f"the Ray cluster at {address} asks for no token" in why_refused()
     left_by_ray_start.write_text(NOBODY)
     monkeypatch.setenv("RAY_ADDRESS", open_to_all.at(LOOPBACK))
     assert f"the Ray cluster at {address} asks for no token" in why_refused()
-    check_cluster("local", {})  # one is to be started, whatever there is
+    check_cluster("local", {})  # Ray would start a new one, whatever is there
 
 
 def test_a_cluster_of_the_loopback_alone_needs_no_token(open_here: GcsServer) -> None:

@@ -1,5 +1,5 @@
-"""`kedge serve` says in one line when it answers, and stands in nobody's way. In place of `serve run` a script serves
-what the line asks for."""
+"""`kedge serve` prints one line once the server answers, and keeps nobody waiting. In place of `serve run` a script
+serves what the ready line's check asks for."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_without_an_operators_key_it_tells_what_was_asked_for(tmp_path: Path, po
 
 def test_a_serve_run_that_ends_leaves_nobody_waiting(tmp_path: Path, port: int) -> None:
     with serving(tmp_path, port, answers=False) as process:
-        output, _ = process.communicate(timeout=WAIT_S)  # to the end of everybody who could write there
+        output, _ = process.communicate(timeout=WAIT_S)  # until nobody can write there any more
     assert (process.returncode, output) == (7, "")
 
 

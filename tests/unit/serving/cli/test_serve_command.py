@@ -1,5 +1,5 @@
-"""`kedge serve` starts nothing on bad settings, nor on a Ray cluster that runs everybody's code; else it becomes
-`serve run`. In place of that a script says what it was started with."""
+"""`kedge serve` starts nothing on bad settings or on a Ray cluster that runs anybody's code. Otherwise it becomes
+`serve run`. Here a script takes the place of `serve run` and reports how it was started."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEDGE = "import sys; sys.executable = sys.argv.pop(1); from serving.cli.main imp
 
 @dataclass(frozen=True)
 class Started:
-    """What became of `kedge serve`: what it said on standard error, and `serve run` as it was started, if it was."""
+    """What became of `kedge serve`: its standard error, and the arguments of `serve run` if that was started."""
 
     status: int
     error: str
@@ -42,7 +42,7 @@ class Started:
 
 
 class Kedge:
-    """`kedge` of an environment with executables of its own, in which Ray has never run."""
+    """The `kedge` of an environment with executables of its own, in which Ray has never run."""
 
     def __init__(self, directory: Path) -> None:
         self.executables = directory / "bin"
@@ -79,7 +79,7 @@ def open_to_all() -> Iterator[GcsServer]:
 
 
 def refused(started: Started) -> str:
-    """Why, where nothing was started."""
+    """The reason why nothing was started."""
     assert started.arguments is None, "serve run was started"
     assert started.status == 1
     assert started.error.startswith("kedge serve: "), started.error
@@ -126,7 +126,7 @@ def haproxy() -> None:
 @pytest.mark.usefixtures("haproxy")
 @pytest.mark.parametrize("options", [(), ("--proxy", "haproxy")])
 def test_haproxy_is_set_up(kedge: Kedge, options: tuple[str, ...]) -> None:
-    """It is the default: what is fastest needs no flag."""
+    """HAProxy is the default, so that the fastest way needs no flag."""
     started = kedge.serve(*options, RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="1")
     found = {name: value for name, value in started.environment.items() if name.startswith("RAY_SERVE_")}
     files = Path(f"/tmp/kedge-{os.getuid()}")
@@ -143,7 +143,7 @@ def test_haproxy_is_set_up(kedge: Kedge, options: tuple[str, ...]) -> None:
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(files),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(files / "server-state"),
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",  # as it was set
+        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",  # as the test's environment had it
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
     }
 
@@ -166,8 +166,8 @@ def test_rays_own_proxy_can_be_chosen(
 
 @pytest.mark.usefixtures("haproxy")
 def test_a_port_that_is_taken_is_not_haproxys(kedge: Kedge) -> None:
-    """A second cluster on the machine did not start; and the port of the system's choice that it had then was another
-    process's connection by the time that its proxy came up."""
+    """With fixed ports a second cluster on the machine did not start. With ports that the system chose, another
+    process's connection could have the port by the time that the proxy started."""
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         assert port < environment._free_port(port) < port + environment.PORTS_TO_TRY

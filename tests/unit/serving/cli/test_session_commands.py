@@ -22,7 +22,7 @@ LONG = "hello " * 40
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[ServedService]:
-    """Session "a/b" has two turns, of which the first is long."""
+    """A service whose session "a/b" has two turns. The first is long."""
     with served_service(tmp_path) as served:
         for content in (LONG, "and\nnow?"):
             body = {"messages": [{"role": "user", "content": content}], "max_tokens": 3}
@@ -167,7 +167,7 @@ def test_another_tenants_session_is_named_with_its_tenant(served: ServedService)
 
 def test_turns_without_words_of_their_own() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    ends = [(None, 2, 5), (0, 4, 9), (1, 2, 5)]  # a parent's turn, token ids, one that was edited
+    ends = [(None, 2, 5), (0, 4, 9), (1, 2, 5)]  # a parent's turn, a turn of token ids, an edited turn
     checkpoints = [{"turn": turn, "messages": count, "tokens": tokens} for turn, count, tokens in ends]
     turns = list(turns_of(messages, checkpoints))
     assert [(turn.number, len(turn.messages), turn.tokens, turn.end) for turn in turns] == [

@@ -1,4 +1,4 @@
-"""`kedge top` on a server that speaks the contract of the watch, over real HTTP; and what it draws."""
+"""`kedge top` on a real HTTP server that speaks the contract of the watch, and what it draws."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_other_intervals_are_refused(interval: str) -> None:
 
 
 def test_live_it_connects_again_and_ends_at_ctrl_c() -> None:
-    """In a terminal of its own: draws, loses the server's stream, draws what the next one says, and leaves."""
+    """In a terminal of its own, `kedge top` draws, loses the server's stream, draws the next stream and ends."""
     with watched_server(BEGIN, [NEXT], refusal=503) as server:
         ours, its = pty.openpty()
         process = subprocess.Popen(
@@ -145,7 +145,7 @@ def test_live_it_connects_again_and_ends_at_ctrl_c() -> None:
 
 
 def _until(terminal: int, word: str) -> str:
-    """What is written to it until the word comes."""
+    """Everything that is written to the terminal until `word` comes."""
     seen, deadline_s = "", time.monotonic() + WAIT_S
     while word not in seen and time.monotonic() < deadline_s:
         if select.select([terminal], [], [], 0.1)[0]:

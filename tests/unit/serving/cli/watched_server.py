@@ -75,8 +75,8 @@ Event = tuple[str, dict[str, Any]]
 
 
 class WatchedServer:
-    """`rounds` are the streams that it gives, one for each call; then it refuses. Each stream breaks off at its end.
-    `asked` are the intervals."""
+    """Each call gets the next stream of `rounds`. Then the server refuses. Each stream breaks off at its end. `asked`
+    are the intervals that the calls asked for."""
 
     def __init__(self, rounds: Sequence[Sequence[Event]], refusal: int) -> None:
         self.rounds = list(rounds)
@@ -111,7 +111,7 @@ def watched_server(*rounds: Sequence[Event], refusal: int = 404) -> Iterator[Wat
             watched.answer(self)
 
         def log_message(self, *_args: object) -> None:
-            """Not to the test's output."""
+            """Keeps the log out of the test's output."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)

@@ -1,4 +1,4 @@
-"""Planted faults: each is seen where it should be, names its culprit, and is undone."""
+"""Planted faults: each is seen where it should be, its report names the culprit, and it is undone."""
 
 from __future__ import annotations
 

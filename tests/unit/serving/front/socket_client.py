@@ -34,7 +34,7 @@ class RawSocket:
         return event
 
     async def events(self) -> list[dict[str, Any]]:
-        """Until a response has ended, or is refused."""
+        """The events until a response has ended or is refused."""
         events = [await self.event()]
         while events[-1]["type"] not in LAST_EVENTS:
             events.append(await self.event())

@@ -1,4 +1,4 @@
-"""An abort holds wherever its turn is: at no replica, on its way to one, and with a client at another ingress."""
+"""An abort works wherever its turn is: at no replica, on its way to one, or with a client at another ingress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.serving.replica_rig import call
 
 
 class Siblings:
-    """Of an ingress that has no clients: the other one is `served`."""
+    """The siblings of an ingress without clients. Its only sibling is `served`."""
 
     def __init__(self, served: Failover) -> None:
         self._served = served
@@ -99,7 +99,7 @@ async def test_between_two_replicas(served: Failover, session: str | None, every
     assert served.committed("s") == (0, 0)
     served.replicas.dead.clear()
     for rig in served.rigs:
-        await rig.host.heartbeat()  # they hear that they count as gone, and register again
+        await rig.host.heartbeat()  # each replica hears that it counts as gone, and registers again
     assert (await served.turn(call([5, 6, 7], session))).completion_tokens == 8
 
 
@@ -119,7 +119,7 @@ async def test_on_its_way_to_a_replica_that_it_does_not_reach(served: Failover, 
 async def test_it_overtakes_the_call(
     served: Failover, monkeypatch: pytest.MonkeyPatch, session: str | None
 ) -> None:
-    """The replica that gets the call later is told again, and says itself how the turn ended."""
+    """The replica that gets the call later is told of the abort again, and reports itself how the turn ended."""
     monkeypatch.setattr(dispatched_turn, "ABORT_TIMEOUT_S", 30.0)
     served.replicas.delivered.clear()
     turn = asyncio.create_task(served.turn(mine(session)))
@@ -136,7 +136,8 @@ async def test_it_overtakes_the_call(
 async def test_its_replica_is_lost_before_it_can_say_how_the_turn_ended(
     served: Failover, monkeypatch: pytest.MonkeyPatch, committed: bool
 ) -> None:
-    """Another one finds out: whoever is told of an abort has a session without the turn."""
+    """The next replica finds out whether the turn was committed. If the client hears of an abort, its session has no
+    such turn."""
     monkeypatch.setattr(dispatched_turn, "ABORT_TIMEOUT_S", 30.0)
 
     def lost(number: int, event: TurnEvent) -> bool:

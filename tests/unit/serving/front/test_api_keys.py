@@ -1,4 +1,4 @@
-"""Keys: who has none of them hears nothing, on any path but those for load balancers and Prometheus."""
+"""A caller without a valid key gets nothing, except on the paths for load balancers and Prometheus."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_the_openai_client_has_a_key(url: str) -> None:
 async def test_commands_send_the_key(url: str, arguments: list[str]) -> None:
     def run(key: str | None) -> tuple[int, str]:
         environment = {"KEDGE_URL": url, "KEDGE_API_KEY": key}
-        # The url of a fork is that of `kedge sessions`.
+        # `fork` is a subcommand of `kedge sessions`, which takes the url.
         result = CliRunner().invoke(command, arguments, env=environment, input="hello\n")
         return result.exit_code, result.output
 

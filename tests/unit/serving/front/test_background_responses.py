@@ -1,4 +1,5 @@
-"""Responses that are made behind their requests, by one front end or with others, over real HTTP on one replica."""
+"""Responses that are made after their requests were answered, by one front end or several, over real HTTP on one
+replica."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ RING = KeyRing({"KEDGE_API_KEYS": "key-a=tenant-a,key-b=tenant-b"})
 WITHIN_S = 20.0
 FEW = 2
 SLOW_S = 0.2
-"""Of a step: an answer takes a second. A turn that is left is over within a step."""
+"""How long a step takes. An answer takes a second. A left turn is over within a step."""
 
 
 class FrontEnd:
-    """One of several, with its client. One that is `silent` answers no other."""
+    """One of several front ends, with its client. A `silent` front end does not answer the others."""
 
     def __init__(self, cluster: FrontEnds) -> None:
         self.cluster = cluster
@@ -46,7 +47,7 @@ class FrontEnd:
         return response
 
     async def die(self) -> None:
-        """As if its process had ended: it writes nothing any more, and its turns are left."""
+        """Acts as if its process had ended: it writes nothing any more, and its turns are left."""
         self.cluster.members.remove(self)
         running = list(self.background._running.values())
         for each in running:
@@ -249,7 +250,7 @@ async def test_one_whose_front_end_died_has_failed(both: FrontEnds) -> None:
 
 
 async def test_one_whose_turn_still_runs_at_its_replica_is_not_given_up(both: FrontEnds) -> None:
-    """The replica has not heard yet that the front end is gone, and may commit the turn."""
+    """The replica has not heard yet that the front end is gone, and may still commit the turn."""
     both.service.rig.runner.hold()
     one, two = both.members
     begun = await one.begin()

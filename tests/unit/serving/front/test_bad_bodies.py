@@ -1,4 +1,4 @@
-"""Bad input gives a 4xx that names the field, in the protocol's shape, and changes no books."""
+"""Bad input gives a 4xx in the protocol's shape that names the field. It changes nothing in the books."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ async def test_a_session_takes_one_plain_generation(tmp_path: Path, body: dict[s
 
 
 def _no_service() -> Any:
-    """Bad bodies never reach a service, so nothing of this one may be used."""
+    """A stand-in for the service. Bad bodies never reach a service, so nothing of it may be used."""
     return ErrorInfo(500, "unused", "unused")
 
 
@@ -372,7 +372,7 @@ GOOD = {
 
 @st.composite
 def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    """A good body with some fields spoilt, so that what lies behind validation is reached as well."""
+    """A good body with some spoilt fields, so that some bodies pass validation and reach the code after it."""
     path = draw(st.sampled_from(sorted(FIELDS)))
     spoilt = draw(st.dictionaries(st.sampled_from(FIELDS[path]), json_values, max_size=2))
     sampling = draw(st.dictionaries(st.sampled_from([*SAMPLING, "?"]), json_values, max_size=2))

@@ -1,4 +1,4 @@
-"""Calls that a browser sends for a page: what strangers' pages cannot do to a server on their reader's machine."""
+"""Calls that a browser sends for a page: what a foreign page cannot do to a server on its reader's machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def serving(
 
 
 async def test_what_changes_something_is_no_get(tmp_path: Path) -> None:
-    """`GET /flush_cache` could be an image's address in any page."""
+    """Any page could contain `GET /flush_cache` as an image's address."""
     async with serving(tmp_path) as (client, _):
         assert (await client.get("/flush_cache")).status_code == 405
         assert (await client.post("/flush_cache")).status_code == 200
@@ -46,7 +46,8 @@ async def test_what_changes_something_is_no_get(tmp_path: Path) -> None:
 async def test_without_keys_the_server_is_called_by_address_or_as_localhost(
     tmp_path: Path, host: str
 ) -> None:
-    """Probes of Kubernetes use addresses. Browsers send a page's calls to its own name, whatever address that has."""
+    """Kubernetes' probes use addresses. A browser sends a page's calls under the page's own host name, whatever address
+    it has."""
     async with serving(tmp_path) as (client, _):
         assert (await client.get(SESSIONS, headers={"host": host})).status_code == 200
 
@@ -55,7 +56,7 @@ async def test_without_keys_the_server_is_called_by_address_or_as_localhost(
     "host", ["evil.example", "evil.example:8000", "localhost.evil.example", "", "[::1", "kedge.lan"]
 )
 async def test_without_keys_another_name_is_refused(tmp_path: Path, host: str) -> None:
-    """A site that gave its name the address 127.0.0.1 read the list of sessions."""
+    """A site that gave its own name the address 127.0.0.1 could read the list of sessions."""
     async with serving(tmp_path) as (client, _):
         reply = await client.get(SESSIONS, headers={"host": host})
         assert reply.status_code == 403
@@ -88,7 +89,7 @@ async def test_with_keys_names_count_only_where_some_are_given(tmp_path: Path) -
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "http://localhost:3000", "null"])
 async def test_without_keys_a_strangers_page_changes_nothing(tmp_path: Path, origin: str) -> None:
-    """A form of any page could send it: a browser asks nobody before such a call."""
+    """Any page could send it as a form: a browser asks nobody before such a call."""
     headers = {"origin": origin, "content-type": "text/plain"}
     async with serving(tmp_path) as (client, _):
         for path in (SESSIONS, "/open_session", "/flush_cache"):

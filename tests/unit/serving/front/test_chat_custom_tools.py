@@ -1,4 +1,4 @@
-"""Custom tools of chats: the model has a function of one text, clients have the text."""
+"""Custom tools in chats: the model gets a function with one text argument, and clients get the text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def asked(service: TellingService, **body: Any) -> Any:
 
 
 async def streamed(pieces: Sequence[str], finish: TurnFinish = STOP) -> dict[str, Any]:
-    """The message as the official client puts it together."""
+    """The streamed message, joined as the official client joins it."""
     reply = await asked(TellingService(*pieces, finish=finish), stream=True)
     whole: dict[object, object] = {}
     for line in reply.text.split("\n\n"):

@@ -1,4 +1,4 @@
-"""Chunks of streams, written around their text: the same bytes as those that are written as a whole."""
+"""Stream chunks that are written from templates have the same bytes as chunks that are written as a whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serving.wire.turns import TextLogprob, TextPrompt, TokenPrompt, TurnCall, T
 TEXTS = ["plain", '"quoted"', "a\nb\\", "\u2028 \x00 \U0001f600", reply_json.TextTemplate.TEXT, "", "text"]
 CALL = TurnCall("r", TokenPrompt((1,)), SamplingParams())
 MODEL = f'of "{reply_json.TextTemplate.TEXT}"'
-"""A name that looks like a template's text."""
+"""A model name that contains the placeholder of a template's text."""
 LOGPROBS = (TextLogprob(TokenLogprob(7, -1.0), b"x"),)
 VARIANTS: list[dict[str, Any]] = [
     {},

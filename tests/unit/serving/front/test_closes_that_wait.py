@@ -1,4 +1,4 @@
-"""A close that waits for a turn is carried out though the turn's replica dies, or the log is away."""
+"""A close that waits for a turn is carried out even if the turn's replica dies or the log is away."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Failover]:
 
 
 async def close(served: Failover) -> bool:
-    """Through an ingress."""
+    """Closes the session through an ingress."""
     return await OtherIngress(served).client.close_session("s", tenant="")
 
 
@@ -46,7 +46,8 @@ async def ended(served: Failover) -> None:
 async def test_the_turn_goes_on_at_another_replica_and_the_session_ends_with_it(
     served: Failover, told: bool
 ) -> None:
-    """The close was forgotten, and the session lived until its idle timeout. Found by the simulation, seed 372."""
+    """The close used to be forgotten, and the session lived until its idle timeout. Found by the simulation, seed
+    372."""
     a, b = served.rigs
 
     def is_closed_and_dies(number: int, _event: TurnEvent) -> bool:
@@ -57,7 +58,7 @@ async def test_the_turn_goes_on_at_another_replica_and_the_session_ends_with_it(
         served.cluster.close_after("s", 1, turn_key)
         return True
 
-    a.runner.hold()  # each event that is read lets it take a step
+    a.runner.hold()  # each event that the test reads lets one step run
     served.replicas.seems_lost = True
     served.replicas.losses["a"] = is_closed_and_dies
     async with aclosing(served.events(call([4], "s", max_new_tokens=20))) as events:
@@ -131,7 +132,7 @@ async def test_a_close_is_not_told_as_done_before_the_log_has_it(
 
 
 async def test_a_session_that_could_not_be_ended_is_ended_by_the_controller(served: Failover) -> None:
-    """At the end of the turn that its close waited for the log is away."""
+    """The log is away when the turn ends that the close waits for."""
     a = served.rigs[0]
     a.runner.hold()
     turn = asyncio.create_task(a.run(call([4], "s"), 1))
@@ -148,7 +149,7 @@ async def test_a_session_that_could_not_be_ended_is_ended_by_the_controller(serv
 
 
 async def test_a_turn_that_comes_while_its_session_is_ended_waits_for_that(served: Failover) -> None:
-    """It was taken, and the session ended under it."""
+    """Such a turn used to be accepted, and then its session ended during the turn."""
     a = served.rigs[0]
     a.runner.step_s = 0.0
     served.controller.gate.clear()
@@ -167,8 +168,8 @@ async def test_a_turn_that_comes_while_its_session_is_ended_waits_for_that(serve
 
 
 async def test_a_close_waits_for_the_load_of_its_session(served: Failover) -> None:
-    """The owner said that it held no such session; then it did, and took turns for what was closed. Found by the
-    simulation, seed 31."""
+    """The owner used to answer that it did not hold the session. Then the load ended, and it ran turns of a closed
+    session. Found by the simulation, seed 31."""
     a = served.rigs[0]
     await a.host.release("s")
     served.controller.gate.clear()

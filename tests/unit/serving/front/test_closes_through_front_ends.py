@@ -1,4 +1,4 @@
-"""A close finds the session's owner, whomever the ingress that is asked remembers."""
+"""A close finds the session's owner, whichever owner the asked ingress remembers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.serving.replica_rig import call
 
 
 class ClosingReplicas:
-    """Closes as LLMReplica does. `asked` are those that were."""
+    """Carries out closes as LLMReplica does. `asked` are the replicas that were asked."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
@@ -43,7 +43,7 @@ class ClosingReplicas:
 
 
 class OtherIngress:
-    """Remembers that "a" owns a session at epoch 1, whoever does by now."""
+    """An ingress that remembers "a" as a session's owner at epoch 1, whoever owns it now."""
 
     def __init__(self, served: Failover, key: str = "s") -> None:
         self.replicas = ClosingReplicas(served.replicas)
@@ -77,7 +77,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Failover]:
 
 
 def move(served: Failover) -> int:
-    """To "b"; the new epoch."""
+    """Moves the session to "b". Returns the new epoch."""
     served.cluster.report_unreachable("a", True)
     return served.cluster.resolve("s", False, "").epoch
 
@@ -113,8 +113,7 @@ async def test_a_session_whose_owner_has_not_loaded_it_is_closed_in_the_log(serv
 async def test_a_close_that_comes_twice_closes_no_later_session(
     served: Failover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second copy came when another session had the name, and closed that (simulated seed 1000236 of 1,000
-    turns)."""
+    """The second copy used to close a later session of the same name (simulated seed 1000236 of 1,000 turns)."""
     await served.rigs[0].host.release("s")
     asked: list[tuple[Any, ...]] = []
     close = served.cluster.close_session
@@ -132,7 +131,7 @@ async def test_a_close_that_comes_twice_closes_no_later_session(
 
 
 async def test_a_close_that_reaches_a_replica_twice_closes_no_later_session(served: Failover) -> None:
-    """The replica closed whatever it held by that name."""
+    """The replica used to close whichever session it held by that name."""
     assert await served.rigs[0].host.close("s", 1)
     served.open_session("s")
     await served.turn(call([4], "s"))
@@ -143,8 +142,8 @@ async def test_a_close_that_reaches_a_replica_twice_closes_no_later_session(serv
 
 
 async def test_an_id_that_was_a_tenants_closes_no_session_of_another(served: Failover) -> None:
-    """A front end remembered the owner of a session that had expired. Its tenant's close went there, and closed what
-    another tenant had opened by that id."""
+    """A front end remembered the owner of an expired session. The tenant's close went to that replica and used to close
+    the session that another tenant had opened under the same id."""
     served.cluster.open_session("s", "acme", None, None)
     await served.turn(call([4], "acme s"))
     other = OtherIngress(served, "other s")
@@ -165,7 +164,8 @@ async def test_a_session_without_an_owner_is_closed_in_the_log(served: Failover)
 
 
 async def test_a_close_waits_for_the_log(served: Failover, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended in store_unavailable; the replica had forgotten the session by then, and the log kept it."""
+    """The close used to end in store_unavailable. The replica had already forgotten the session, but the log kept
+    it."""
     monkeypatch.setattr(turn_dispatch, "LOG_PAUSE_S", 0.005)
     other = OtherIngress(served)
     served.controller.log.away = True

@@ -1,4 +1,4 @@
-"""The console's files: there, complete, for everybody, and under a policy that lets them run nothing else."""
+"""The console's files are complete, open to everybody, and served with a policy that lets them run nothing else."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_files_run_nothing_else_and_are_in_nobodys_frame(client: httpx.Asy
 
 @pytest.mark.parametrize("name", FILES)
 def test_files_refer_to_each_other_only(name: str) -> None:
-    """It works where nothing else can be reached."""
+    """The console also works where no other host can be reached."""
     text = (FOLDER / name).read_text()
     assert FOREIGN.findall(text) == []
     for found in REFERENCE.findall(text):

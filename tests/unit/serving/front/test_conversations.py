@@ -1,4 +1,4 @@
-"""Front ends that do not hear of each other's turns still look for a conversation at one replica."""
+"""Front ends look for a conversation at the same replica, although they do not hear of each other's turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOOL = {"type": "function", "function": {"name": "look"}}
 
 
 def call(front_end: Conversations, *texts: str, affinity_key: str = "", **prompt: Any) -> TurnCall:
-    """Questions and answers by turns, behind the rules."""
+    """A turn of a conversation. After the rules, `texts` are questions and answers alternately."""
     roles = ("user", "assistant")
     said = [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
     asked = ChatPrompt((RULES, *said), **prompt)
@@ -60,7 +60,7 @@ def test_calls_of_one_key_have_one_home() -> None:
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])
 def test_plain_text_goes_where_its_beginning_was(kind: str) -> None:
-    """With several replicas each request of a conversation in plain text went to any of them."""
+    """The requests of a conversation in plain text used to go to any of the replicas."""
 
     def asked(length: int, begins: int = 0, tenant: str = "") -> TurnCall:
         ids = [begins, *range(1, length)]
@@ -84,7 +84,7 @@ def test_plain_text_goes_where_its_beginning_was(kind: str) -> None:
 
 
 def test_a_whole_conversation_that_is_stored_anew_goes_where_it_was() -> None:
-    """Each request of it is a session of its own, which was placed by free KV alone."""
+    """Each such request is a session of its own. It used to be placed by free KV alone."""
 
     def stored(session_id: str, *texts: str) -> TurnCall:
         asked = replace(call(front_end, *texts), session=SessionTurn(session_id, create=True, mode="full"))

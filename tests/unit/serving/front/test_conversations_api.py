@@ -1,4 +1,4 @@
-"""Conversations of OpenAI's API as its own client speaks it, over real HTTP, on the real turns of one replica."""
+"""OpenAI's Conversations API, called by its own client over real HTTP, on the real turns of one replica."""
 
 from __future__ import annotations
 

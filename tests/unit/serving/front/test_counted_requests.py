@@ -1,4 +1,5 @@
-"""Requests as clients see them: status by the path's template, the time to the first event, and nothing per chunk."""
+"""Metrics of requests as clients see them: status by the path's template and time to the first event. A chunk costs
+nothing."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ async def test_a_stream_has_a_first_event_and_an_answer_has_none(tmp_path: Path)
 
 
 class Clocked:
-    """An application whose clock ticks once a look: so looks are counted."""
+    """An application whose clock ticks at each look, so that the looks are counted."""
 
     def __init__(self) -> None:
         self.metrics = IngressMetrics("f")
@@ -102,7 +103,7 @@ async def test_chunks_behind_the_first_cost_no_look_at_the_clock() -> None:
     ids=["comment", "ping", "created"],
 )
 async def test_a_sign_of_life_is_no_first_event(sign_of_life: bytes) -> None:
-    """A prompt that takes minutes would seem to take what a stream may be silent for."""
+    """Otherwise a prompt that takes minutes would seem to take only the interval between signs of life."""
     clocked = Clocked()
 
     @clocked.app.get("/slow")

@@ -1,4 +1,4 @@
-"""A front end knows that it is to go by the list of those that calls are sent to."""
+"""A front end knows that it is to go once it is no longer in the list of running front ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from serving.front.departure import Departure
 
 
 class Listed:
-    """What Serve's list says, as a test has it."""
+    """The list of running front ends, as the test sets it."""
 
     def __init__(self) -> None:
         self.now: set[str] | None = {"other"}

@@ -1,4 +1,4 @@
-"""An operator's drain reaches the replica that it names, or says why not."""
+"""An operator's drain reaches the replica that it names, or the reply says why not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serving.wire.turns import ServiceError
 
 
 class Replicas:
-    """Replica "a", whose answer to a drain may be an exception."""
+    """A cluster with replica "a". Its answer to a drain may be an exception."""
 
     def __init__(self, answer: Exception | None = None) -> None:
         self._answer = answer

@@ -1,4 +1,4 @@
-"""Every operation that the served OpenAPI document names, called with what schemathesis makes up of it."""
+"""Every operation that the served OpenAPI document names, called with what schemathesis makes up for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.serving.operation_calls import OperationCalls
 from tests.unit.serving.served_service import ServedService, served_service
 
 CASES = 3
-"""Of each operation, valid and invalid ones, in a round that everybody runs."""
+"""How many valid and how many invalid calls of each operation a round makes."""
 LONG_RUN_S = 45.0
 GENERATING = {
     f"POST {path}"
@@ -39,7 +39,7 @@ def test_every_operation_answers_whatever_it_is_sent(served: ServedService) -> N
 @pytest.mark.slow
 def test_every_operation_answers_for_long(served: ServedService) -> None:
     number = secrets.randbelow(2**32)
-    print(f"rounds from {number} on")  # noqa: T201 - who sees it fail runs them again
+    print(f"rounds from {number} on")  # noqa: T201 - after a failure, the number repeats the calls
     calls = OperationCalls(served)
     began = time.monotonic()
     while time.monotonic() - began < LONG_RUN_S:
@@ -56,7 +56,7 @@ def _check(calls: OperationCalls, served: ServedService) -> None:
 
 
 async def _is_well(served: ServedService) -> None:
-    """Its books are right, a turn works, and once sessions are closed all is free."""
+    """Checks that the books are right, that a turn works, and that all is free once sessions are closed."""
     service = served.service
     async with httpx.AsyncClient(base_url=served.address, timeout=20.0) as client:
         assert (await client.get("/v1/kedge/audit")).json()["clean"]

@@ -1,4 +1,4 @@
-"""With `api.unknown_fields: ignore` what nobody here knows passes, at every depth, and is named in a header."""
+"""With `api.unknown_fields: ignore`, unknown fields are accepted at every depth and named in a header."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
          "sampling_params.warmth"),
         ("/tokenize", {"prompt": "hi", "mood": 1}, "mood"),
         ("/open_session", {"capacity_of_str_len": 1, "streaming": True, "mood": 1}, "mood"),
-        # What may be anything has no unknown fields.
+        # A field that takes any value has no unknown fields inside.
         (CHAT, {"messages": [HELLO], "chat_template_kwargs": {"mood": 1}, "x": 1}, "x"),
     ],
 )  # fmt: skip
@@ -48,7 +48,7 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
 async def test_unknown_fields_pass_and_are_named(
     client: httpx.AsyncClient, path: str, body: dict[str, Any], named: str, large: bool
 ) -> None:
-    """A body of its own size is checked on a thread."""
+    """A large body is checked on a thread."""
     if large:
         body, named = {**body, "z": LONG}, f"{named}, z"
     reply = await client.post(path, json=body)

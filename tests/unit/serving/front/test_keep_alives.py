@@ -1,4 +1,4 @@
-"""A stream that has nothing to say sends comments, wherever its turn waits; clients pass them over."""
+"""A stream with nothing to say sends comments, wherever its turn waits. Clients skip the comments."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ STREAMED: dict[str, dict[str, Any]] = PATHS | {
 
 @pytest.mark.parametrize("path", STREAMED)
 async def test_headers_come_as_soon_as_a_turn_is_accepted(tmp_path: Path, path: str) -> None:
-    """Its tokens may take as long as they will."""
+    """The turn's tokens may take any time after that."""
     body = STREAMED[path] | {"stream": True} | ({} if path == "/generate" else {"model": MODEL.model_id})
     async with served(tmp_path, NEVER_S) as (url, service), httpx.AsyncClient(base_url=url) as client:
         service.rig.runner.hold()
@@ -100,7 +100,7 @@ async def test_a_response_is_created_before_it_says_anything(tmp_path: Path) -> 
 
 
 async def test_headers_wait_until_every_choice_is_accepted(tmp_path: Path) -> None:
-    """The second finds the queue full: so the request is refused, with a status of its own."""
+    """The second choice finds the queue full, so the request is refused with a proper status."""
     body = PATHS["/v1/completions"] | {"stream": True, "n": 2}
     async with served(tmp_path, NEVER_S) as (url, service), httpx.AsyncClient(base_url=url) as client:
         service.rig.runner.hold()
@@ -152,7 +152,7 @@ async def test_a_stream_that_has_something_to_say_has_no_comments(tmp_path: Path
 
 
 class LateRefusal(LocalService):
-    """Refuses when it has been asked to."""
+    """A service that refuses a turn once `refuse` is set."""
 
     def __init__(self, rig: Any) -> None:
         super().__init__(rig)
@@ -206,7 +206,7 @@ class Recorded(httpx.AsyncByteStream):
 
 
 class Recorder(httpx.AsyncHTTPTransport):
-    """Keeps what a client has been sent."""
+    """Keeps the bytes that a client gets."""
 
     def __init__(self) -> None:
         super().__init__()

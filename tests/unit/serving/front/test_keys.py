@@ -1,4 +1,4 @@
-"""Where keys come from, whose they are, and that a file of them may change while the server runs."""
+"""Where keys come from and whose they are. A file of keys may change while the server runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def hashed(key: str) -> str:
 
 
 def write(path: Path, *lines: str) -> None:
-    """In another file's place, as an editor or a mounted secret has it."""
+    """Replaces the file by another one, as an editor or a mounted secret does."""
     new = path.with_suffix(".new")
     new.write_text("keys:\n" + "".join(f"  - {line}\n" for line in lines))
     os.replace(new, path)

@@ -1,4 +1,4 @@
-"""Large answers: what is slow to write is written a little at a time, and comes out as if it were written at once."""
+"""Large answers are written a little at a time where writing is slow. The bytes are the same as if written at once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHANGING = {"id", "created", "e2e_latency", "cached_tokens"}
 
 
 def comparable(value: Any) -> Any:
-    """Without what no two answers have in common."""
+    """The value without the fields that differ between any two answers."""
     match value:
         case dict():
             return {name: comparable(each) for name, each in value.items() if name not in CHANGING}
@@ -97,8 +97,8 @@ async def test_each_event_of_generate_tells_all_log_probabilities_so_far(tmp_pat
 async def test_events_that_tell_everything_so_far_are_fewer_once_they_are_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A turn of 4,000 tokens with twenty log-probabilities each was 4 GB on the way to its client, and the machine's
-    memory was used up."""
+    """A turn of 4,000 tokens with twenty log-probabilities each used to send its client 4 GB, and took all of the
+    machine's memory."""
     monkeypatch.setattr(session_replies, "LARGE_EVENT_BYTES", 4096)
     async with (
         local_service(tmp_path) as service,
@@ -110,11 +110,11 @@ async def test_events_that_tell_everything_so_far_are_fewer_once_they_are_large(
         reply = await client.post("/generate", json=asked | {"stream": True})
     events = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: {")]
     assert comparable(json.loads(events[-1])) == comparable(whole)
-    assert sum(map(len, events)) < 24 * len(events[-1])  # 4 KiB of small ones, then 17 times the last
+    assert sum(map(len, events)) < 24 * len(events[-1])  # 4 KiB of small events, then 17 times the last one
 
 
 async def test_others_are_served_while_a_large_answer_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of 128 choices held the front end's event loop for 0.3 s."""
+    """Writing an answer with 128 choices used to hold the front end's event loop for 0.3 s."""
     monkeypatch.setattr(reply_json, "ENTRIES_AT_ONCE", 10)
     most_between = since = 0
 

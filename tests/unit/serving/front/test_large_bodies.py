@@ -1,4 +1,5 @@
-"""Large bodies: what costs too much is refused before it is parsed, the rest is checked beside the event loop."""
+"""A large body that would cost too much is refused before it is parsed. Other large bodies are checked outside the
+event loop."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def containers_in(value: Any) -> int:
 
 
 def check_all(limits: BodyLimits, text: bytes) -> int:
-    """In how many pieces that took."""
+    """Checks the text. Returns how many pieces that took."""
     return len(list(limits.check_values(text)))
 
 
@@ -83,7 +84,7 @@ def test_objects_and_lists_are_counted_whatever_is_in_strings(
     ],
 )
 def test_what_takes_long_to_parse_is_refused(text: bytes) -> None:
-    """3 MiB of zeros for messages took 17 s of the event loop, and 0.9 GiB."""
+    """3 MiB of zeros in place of messages used to take 17 s of the event loop and 0.9 GiB."""
     with pytest.raises(HTTPException, match="more than") as refused:
         check_all(BodyLimits.of_context(2048), text)
     assert refused.value.status_code == 413
@@ -144,7 +145,7 @@ async def test_what_is_too_much_is_named(
 
 
 async def test_others_are_served_while_a_large_body_is_counted(tmp_path: Path) -> None:
-    """12 MiB of backslashes held the event loop for 40 ms, before they were parsed."""
+    """12 MiB of backslashes used to hold the event loop for 40 ms even before parsing."""
     turns = 0
 
     async def note_turns() -> None:

@@ -1,4 +1,4 @@
-"""The keys that front ends give to turns whose clients name none."""
+"""The keys that front ends make for turns whose clients name none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is there is what the controller said last."""
+"""The replicas in the cluster are those that the controller named last."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ async def test_the_less_loaded_is_picked_and_what_was_sent_there_counts() -> Non
     await membership.look()
     with ExitStack() as turns:
         assert [sent(membership, turns) for _ in range(6)].count("b") == 4
-        controller.statuses[1] = status("b", running=6, seen_s=2.0)  # a newer report has them in it
+        controller.statuses[1] = status("b", running=6, seen_s=2.0)  # a newer report includes these turns
         await membership.look()
         assert [sent(membership, turns) for _ in range(4)].count("b") == 2, "six turns are at either"
     assert {sent(membership, turns) for _ in range(2)} == {"b"}, "where others have two, and at a four"
 
 
 def sent(membership: Membership, turns: ExitStack, affinity: Affinity = NOWHERE) -> str:
-    """Where a turn is sent, which ends with the others."""
+    """Picks a replica for a turn that ends with `turns`. Returns the replica's id."""
     picked = membership.pick(affinity)
     assert picked is not None
     turns.enter_context(membership.turn_at(picked))
@@ -86,8 +86,8 @@ def sent(membership: Membership, turns: ExitStack, affinity: Affinity = NOWHERE)
 
 
 async def test_turns_that_have_ended_are_no_load() -> None:
-    """Eight clients of quick turns had some of theirs sent elsewhere: a replica reports once a second, and whoever had
-    ended since then counted."""
+    """A replica reports once a second, and turns that had ended since its report used to count as load. So some turns
+    of eight clients with quick turns went to another replica."""
     controller = Controller(status("a"), status("b"))
     membership = membership_of(controller, [])
     await membership.look()
@@ -95,7 +95,7 @@ async def test_turns_that_have_ended_are_no_load() -> None:
         for _ in range(5):
             with ExitStack() as turns:
                 assert {sent(membership, turns, Affinity("a")) for _ in range(HOLDERS_LOAD)} == {"a"}
-        # What it had under way a while ago; by now there is nothing.
+        # The report counts the turns that ran a while ago. All of them have ended since.
         controller.statuses[0] = status("a", running=HOLDERS_LOAD, seen_s=2.0 + report)
         await membership.look()
 

@@ -1,4 +1,4 @@
-"""The Messages API without a client: what templates are given, the events of streams, and bad bodies."""
+"""The Messages API without a client: the input of templates, the events of streams, and bad bodies."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ KINDS = ["text", "tool_use", "tool_result", "thinking", "redacted_thinking", "im
 
 @st.composite
 def bodies(draw: st.DrawFn) -> dict[str, Any]:
-    """A good body with some fields spoilt."""
+    """A good body with some spoilt fields."""
     if draw(st.booleans()):
         return {**GOOD, **draw(st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=2))}
     block = draw(st.dictionaries(st.sampled_from(BLOCK_FIELDS), json_values, max_size=3))

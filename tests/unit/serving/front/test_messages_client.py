@@ -39,7 +39,8 @@ def client_at(url: str, key: str = "none") -> anthropic.AsyncAnthropic:
 
 
 def greedy(**fields: Any) -> dict[str, Any]:
-    """Fields that this client's methods have no arguments for any more go into the body."""
+    """Fields for a greedy turn. This client's methods no longer have arguments for some of them, so these go into the
+    body."""
     return {**ASKED, "extra_body": {"temperature": 0}, **fields}
 
 
@@ -136,7 +137,7 @@ async def test_errors_are_the_clients_own(url: str) -> None:
 
 
 async def test_the_tool_runner_goes_on_without_threads() -> None:
-    """It begins with one, which is refused as its client understands."""
+    """The runner begins with a thread. The refusal has a form that the client understands."""
     service = TellingService("Sunny.")
 
     @anthropic.beta_async_tool

@@ -1,4 +1,4 @@
-"""A model answers to its aliases in every protocol, and is listed under each."""
+"""A model answers under its aliases in every protocol, and is listed under each of them."""
 
 from __future__ import annotations
 

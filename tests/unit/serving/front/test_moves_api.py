@@ -1,4 +1,4 @@
-"""POST /v1/kedge/sessions/{id}/move, with one replica; with two: test_sessions_moved_by_hand.py."""
+"""POST /v1/kedge/sessions/{id}/move with one replica. For two replicas see test_sessions_moved_by_hand.py."""
 
 from __future__ import annotations
 

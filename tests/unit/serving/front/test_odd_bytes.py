@@ -1,4 +1,4 @@
-"""Bytes that no client of ours sends, in headers and addresses: over a socket, and as another server hands them on."""
+"""Odd bytes in headers and addresses, sent over a socket and as another ASGI server would pass them on."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ WORDS = (
     b"-",
 )
 NO_HTTP = b"Invalid HTTP request received."
-"""What uvicorn answers to bytes that are no request: nothing of them reaches the application."""
+"""uvicorn's answer to bytes that are no HTTP request. Nothing of them reaches the application."""
 
-# A value has anything but line ends and NUL, which end or break a request.
+# A header's value may have any bytes except line ends and NUL, which end or break a request.
 odd_values = st.one_of(
     st.binary(max_size=12),
     st.lists(st.sampled_from(WORDS) | st.binary(max_size=2), max_size=6).map(b"".join),
@@ -118,7 +118,7 @@ def test_addresses_of_any_bytes_are_answered(
     "path", ["/v1/kedge/sessions", "/v1/models/none", "/v1/messages", "/generate", "/nowhere"]
 )
 async def test_a_query_of_any_bytes_is_no_error_of_the_servers(tmp_path: Path, path: str) -> None:
-    """uvicorn lets none through that is not ASCII; another server may."""
+    """uvicorn lets no bytes through that are not ASCII, but another server may."""
     async with local_service(tmp_path) as service:
         app = create_http_app(lambda: service)
         replies: list[Any] = []

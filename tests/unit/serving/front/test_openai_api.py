@@ -183,7 +183,7 @@ async def test_every_turn_says_which_of_its_session_it_is(
 
 
 async def test_text_completions_may_say_which_turn_they_are_to_be(tmp_path: Path) -> None:
-    """They got an answer, and a turn of another number."""
+    """Such a request used to get an answer, from a turn with another number."""
     async with local_client(tmp_path) as (client, _):
         headers = {"x-session-id": "s-1", "x-session-turn": "0"}
         body = {"prompt": [5], **GREEDY}
@@ -196,7 +196,7 @@ async def test_text_completions_may_say_which_turn_they_are_to_be(tmp_path: Path
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/messages"])
 async def test_a_turn_s_number_needs_a_session(tmp_path: Path, path: str) -> None:
-    """It was passed over, and the request answered."""
+    """The header used to be ignored, and the request was answered."""
     said = {"prompt": "hi"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "hi"}]}
     async with local_client(tmp_path) as (client, _):
         body = {"model": MODEL.model_id, "max_tokens": 1, **said}
@@ -230,7 +230,7 @@ async def test_refused_turns_name_what_named_the_session(tmp_path: Path) -> None
 def test_stop_reason_is_what_the_request_named(
     matched: int | str | None, asked: list[int] | None, reason: int | str | None
 ) -> None:
-    """As with vLLM: the model's own end has none."""
+    """As with vLLM, stop_reason is null where the model ends the answer itself."""
     fields = stop_fields(TurnFinish("stop", matched), (), stop_token_ids=asked, with_token_ids=False)
     assert fields["stop_reason"] == or_unset(reason)
 

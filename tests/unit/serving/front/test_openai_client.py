@@ -111,7 +111,8 @@ class Pet(pydantic.BaseModel, extra="forbid"):
 
 
 async def test_answers_held_to_a_schema(url: str) -> None:
-    """Whole, streamed, several at once, and as plain completions; the null model says whatever is allowed."""
+    """Answers that are whole, streamed, several at once, and plain completions. The null model says whatever is
+    allowed."""
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         asked = {"model": MODEL.model_id, "messages": [HELLO], "max_tokens": 200}
         parsed = await client.chat.completions.parse(**asked, response_format=Pet, n=3)

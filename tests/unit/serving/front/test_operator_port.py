@@ -1,4 +1,4 @@
-"""What is for operators at a port of its own."""
+"""The paths for operators on a port of their own."""
 
 from __future__ import annotations
 

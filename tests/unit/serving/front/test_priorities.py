@@ -1,4 +1,5 @@
-"""`priority`: refused by name, or what orders those that wait. vLLM's lower numbers go first, SGLang's higher ones."""
+"""`priority` is refused by name or orders the waiting turns. With vLLM lower numbers go first, with SGLang higher
+ones."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ every_protocol = pytest.mark.parametrize("path", BODIES)
 
 @asynccontextmanager
 async def one_at_a_time(directory: Path) -> AsyncIterator[tuple[httpx.AsyncClient, LocalService]]:
-    """A replica that runs one request at a time, where clients may say what goes first."""
+    """A service on a replica that runs one request at a time. Clients may give priorities."""
     async with running_rig(directory, text=small_text(), max_running=1) as rig:
         service = LocalService(rig)
         app = create_http_app(lambda: service, request_priority=True)
@@ -39,7 +40,7 @@ async def one_at_a_time(directory: Path) -> AsyncIterator[tuple[httpx.AsyncClien
 async def order_of(
     client: httpx.AsyncClient, service: LocalService, path: str, bodies: list[dict[str, Any]]
 ) -> list[int]:
-    """Which of them were answered first, when all waited behind one that ran."""
+    """The order in which the requests were answered. All of them waited behind a running one."""
     done: list[int] = []
 
     async def ask(index: int) -> None:
@@ -70,7 +71,7 @@ async def test_the_more_urgent_of_those_that_wait_goes_first(tmp_path: Path, pat
 
 
 async def test_both_ways_to_say_it_are_one_order(tmp_path: Path) -> None:
-    """Without a priority a turn stands between those with less and those with more."""
+    """A turn without a priority comes after turns with a higher and before turns with a lower one."""
     async with one_at_a_time(tmp_path) as (client, service):
         calls = [
             ("/v1/completions", {"priority": 3}),
@@ -121,7 +122,7 @@ async def test_another_priority_is_named(tmp_path: Path, path: str) -> None:
 
 
 async def test_urgent_turns_take_nothing_from_the_turn_that_runs(tmp_path: Path) -> None:
-    """Turns of sessions, more than the pool has room for at a time: all are committed, whatever overtakes them."""
+    """The pool is too small for all sessions' turns at a time. All turns are committed, whatever overtakes them."""
     async with running_rig(tmp_path, text=small_text(), num_pages=48) as rig:
         service = LocalService(rig)
         app = create_http_app(lambda: service, request_priority=True)
@@ -144,7 +145,7 @@ async def test_urgent_turns_take_nothing_from_the_turn_that_runs(tmp_path: Path)
                 return counts
 
             num_rounds = 0
-            async with asyncio.timeout(WAIT_S):  # until they come so close together that one is retracted
+            async with asyncio.timeout(WAIT_S):  # until turns are so close that one is retracted
                 while not rig.engine.stats().retractions:
                     talks = (talk(num_rounds, index) for index in range(8))
                     assert await asyncio.gather(*talks) == [[20, 20, 20]] * 8

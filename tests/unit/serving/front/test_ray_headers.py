@@ -1,4 +1,4 @@
-"""What Ray Serve would read of a request before Kedge does."""
+"""Headers that Ray Serve would read before Kedge does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ async def _as_ray_reads_it(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def _sent(path: str, headers: dict[str, bytes]) -> httpx.Response:
-    """Through what Ray Serve puts around an application: what it loads by our name is outermost."""
+    """Sends a request through what Ray Serve puts around an application. The middleware that it loads by our name is
+    outermost."""
     app: Any = RequestIdMiddleware(_as_ray_reads_it)
     for middleware in validate_http_proxy_callback_return(call_function_from_import_path(IMPORT_PATH)):
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)
@@ -56,7 +57,7 @@ async def test_a_name_for_the_request_and_its_trace_go_through() -> None:
 
 
 async def test_nobody_orders_anything_of_ray() -> None:
-    """With these a call would end in Ray's own 408, or its turn run on after its client has left."""
+    """With these headers a call would end in Ray's own 408, or its turn would run on after its client has left."""
     orders = {
         "x-request-timeout-seconds": b"0.001",
         "x-request-disconnect-disabled": b"?1",

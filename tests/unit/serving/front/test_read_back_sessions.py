@@ -1,4 +1,4 @@
-"""A session's history is read back, forked and rewound by its turns, and survives that its owner lets it go."""
+"""A session's history is read back, forked and rewound by its turns. It survives when its owner lets the session go."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ async def read(client: httpx.AsyncClient, path: str = SESSION) -> dict[str, Any]
 
 
 async def let_go(service: LocalService) -> None:
-    """As when the session moves: its next owner has what the log has."""
+    """Lets the session go, as when it moves: its next owner has only what the log has."""
     await service.rig.host.release(session_key("", "named"))
 
 
 async def append(client: httpx.AsyncClient, *texts: str) -> list[dict[str, Any]]:
-    """Each text as a turn; all that was said."""
+    """Sends each text as a turn. Returns all messages of the conversation."""
     said: list[dict[str, Any]] = []
     for text in texts:
         reply = await sent(client, [user(text)], "named", mode="append")
@@ -84,7 +84,8 @@ async def test_text_turns_and_answers_are_read_back(tmp_path: Path) -> None:
 async def test_a_session_that_has_moved_is_still_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its next owner renders what is new, knows the history for one that is sent whole, and its fork does, too."""
+    """The next owner renders only what is new and recognizes the history in a conversation that is sent whole. Its fork
+    does so, too."""
     rendered: list[int] = []
     render = ChatTemplate._render
 
@@ -109,7 +110,8 @@ async def test_a_session_that_has_moved_is_still_whole(
             messages.append(answer(reply.json()))
         assert max(costs[2:]) < 1.5 * min(costs[2:]), costs
         await let_go(service)
-        # Only the first question again: its client has always sent all, so it goes back to there.
+        # Only the first question again. This client always sends the whole conversation, so the session goes back to
+        # there.
         await ask(client, messages[:2], "named")
 
 
@@ -141,7 +143,7 @@ async def test_a_session_rewinds_to_a_turn(tmp_path: Path, moves: bool) -> None:
         after = await read(client)
         assert after["messages"] == said[:2]
         assert (after["tokens"], after["turns"]) == (before["checkpoints"][0]["tokens"], 4)
-        # The same turn again gets the same answer.
+        # The same turn gets the same answer again.
         again = await append(client, "two")
         assert (await read(client))["messages"] == [*said[:2], *again] == said[:4]
         gone = await client.post(f"{SESSION}/rewind", json={"turn": 2})
@@ -158,7 +160,7 @@ async def test_a_session_rewinds_to_a_token_and_not_past_its_end(tmp_path: Path)
         assert unclear.status_code == 400
         cut = await client.post(f"{SESSION}/rewind", json={"length": first["tokens"] - 1})
         assert cut.status_code == 200
-        # What is left of the first answer is not the answer any more.
+        # The first answer is cut, so turn 0 can no longer be named.
         assert (await client.post(f"{SESSION}/rewind", json={"turn": 0})).status_code == 400
         nothing = await client.post(f"{SESSION}/rewind", json={"length": 0})
         assert nothing.status_code == 200
@@ -166,7 +168,7 @@ async def test_a_session_rewinds_to_a_token_and_not_past_its_end(tmp_path: Path)
 
 
 async def test_only_turns_that_can_be_named_are_told_to_who_names_another(tmp_path: Path) -> None:
-    """A turn that was cut was among them, and refused."""
+    """A cut turn used to be in the list, though it was refused."""
     async with local_client(tmp_path) as (client, _):
         await append(client, "one", "two")
         last = (await read(client))["checkpoints"][-1]
@@ -198,7 +200,7 @@ async def test_what_a_note_said_is_forgotten_and_the_session_goes_on(tmp_path: P
 
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1])
 async def test_an_integer_that_does_not_travel_is_refused_by_name(tmp_path: Path, number: int) -> None:
-    """The call to a replica could not be written, which was a 500."""
+    """The call to a replica could not be encoded, which used to be a 500."""
     function = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"maximum": number}}}}
     body = {"messages": [user("hi 1234567890123456789012")], "max_tokens": 1}
     async with local_client(tmp_path) as (client, _):
@@ -210,9 +212,9 @@ async def test_an_integer_that_does_not_travel_is_refused_by_name(tmp_path: Path
 
 
 async def test_an_answer_that_is_opened_otherwise_later_takes_no_words_along(tmp_path: Path) -> None:
-    """Templates that begin a thought write earlier answers without it, so a history parts from the prompt within what
-    opened its last answer. That was taken for a part of the question: of stored responses all before the last were
-    gone, and later ones went on without what had been said."""
+    """Some templates begin a thought in the prompt but write earlier answers without it. The history then differs from
+    the prompt within what opened its last answer. This opening used to be taken for a part of the question. All stored
+    responses before the last were lost, and later ones went on without what had been said."""
     template = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     text = TextProcessor(
         byte_level_tokenizer(template), vocab_size=VOCAB_SIZE, max_context_len=MODEL.max_context_len

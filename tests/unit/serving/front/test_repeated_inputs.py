@@ -1,6 +1,7 @@
-"""Requests to /v1/responses that send all that was said again, and are stored, as the Agents SDK sends them.
+"""Stored requests to /v1/responses that send the whole conversation again, as the Agents SDK does.
 
-Each is the next turn of the session that their items are of."""
+Each is the next turn of the session that has their items.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 
 
 class Talk:
-    """What its client knows, and sends whole each time."""
+    """A client's conversation. The client sends all of it each time."""
 
     def __init__(self, served: Served, items: list[dict[str, Any]] | None = None) -> None:
         self.served = served
         self.items = items or []
 
     async def ask(self, text: str, **fields: Any) -> Any:
-        """Checks the answer against that of a fresh request."""
+        """Asks and checks the answer against that of a fresh request."""
         self.items.append(user(text))
         response = await self.served.client.responses.create(input=list(self.items), **GREEDY | fields)
         assert response.output_text == expected(self.items, fields.get("instructions"))
@@ -134,7 +135,7 @@ async def test_what_differs_is_a_history_of_its_own(served: Served, change: str)
 async def test_a_place_that_is_taken_meanwhile_is_forked(
     served: Served, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
-    """Both had looked before either's turn began."""
+    """Both requests look at the session before the turn of either begins."""
     talk = Talk(served)
     await talk.ask("one")
     looked = asyncio.Barrier(2)

@@ -1,4 +1,4 @@
-"""Calls and turns of a front end at a replica, over real sockets: answered, cancelled, and however they are cut off."""
+"""Calls and turns from a front end to a replica over real sockets: answered, cancelled, and cut off in various ways."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def turn(request_id: str = "r", tokens: int = 3) -> TurnCall:
 
 
 class Answers:
-    """A replica's answers. A turn has as many tokens as its prompt; while `held` its end does not come."""
+    """A replica's answers. A turn has as many tokens as its prompt, and ends only once `held` is set."""
 
     def __init__(self) -> None:
         self.held = asyncio.Event()
@@ -81,11 +81,11 @@ async def test_calls_are_answered(answers: Answers, node: str) -> None:
 
 
 class CallOfAnotherVersion(Call, frozen=True, tag="of_another_version"):
-    """As a later front end may send."""
+    """A call that a later front end may send."""
 
 
 async def test_a_call_that_a_replica_does_not_know_is_refused_and_nothing_else(answers: Answers) -> None:
-    """The link was lost, and with it the turns of that front end."""
+    """The link used to be lost, and all turns of that front end with it."""
     answers.held.clear()
     async with running_link(answers.serve) as rig, rig.calls.turn("r", turn(), None) as events:
         await anext(events)
@@ -150,7 +150,7 @@ async def test_a_replica_that_nobody_lists_is_unknown(answers: Answers) -> None:
 @pytest.mark.parametrize("node", [NODE, ELSEWHERE])
 @pytest.mark.parametrize("died", [True, False])
 async def test_a_replica_that_ends_during_a_turn_is_lost(answers: Answers, node: str, died: bool) -> None:
-    """At once if Ray knows that its process has ended; else once there was time to connect again."""
+    """It is lost at once if Ray knows that its process has ended, else after the time to connect again."""
     answers.held.clear()
     async with running_link(answers.serve, node=node) as rig:
         async with rig.calls.turn("r", turn(), None) as events:
@@ -164,7 +164,7 @@ async def test_a_replica_that_ends_during_a_turn_is_lost(answers: Answers, node:
 
 
 async def test_a_silent_replica_is_lost(answers: Answers) -> None:
-    """It does not read its sockets: nothing breaks off."""
+    """The replica does not read its sockets, but no connection breaks."""
     answers.held.clear()
     times = LinkTimes(sign_of_life_s=0.1, silence_s=0.5, reopen_s=0.5)
     async with running_link(answers.serve, times=times) as rig, rig.calls.turn("r", turn(), None) as events:
@@ -198,7 +198,7 @@ async def test_a_front_end_that_is_gone_takes_its_turns_along(
     async with running_link(answers.serve) as rig, rig.calls.turn("r", turn("orphan"), None) as events:
         await anext(events)
         link = rig.calls._links["r"]
-        link._connection.close()  # as if its process had ended
+        link._connection.close()  # looks as if the replica's process had ended
         monkeypatch.setattr("serving.replica.link_server.SIGN_OF_LIFE_S", 0.0)
 
         async def dropped() -> None:
@@ -212,7 +212,7 @@ async def test_a_front_end_that_is_gone_takes_its_turns_along(
 
 
 async def test_what_several_messages_tell_of_a_turn_is_read_at_once(answers: Answers) -> None:
-    """A front end that is behind would write each event by itself, and fall behind further."""
+    """A front end that is behind would otherwise write each event by itself, and fall further behind."""
     answers.held.clear()
     async with running_link(answers.serve) as rig, AsyncExitStack() as stack:
         calls = [turn(f"r{count}", 1) for count in range(2 * CALLS_AT_ONCE)]

@@ -1,4 +1,4 @@
-"""Log-probabilities of responses, as OpenAI's client reads them, and answers that say nothing."""
+"""Log-probabilities of responses, as OpenAI's client reads them, and empty answers."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_where_they_cannot_be_told_they_are_refused(fields: dict[str, Any]
 async def test_an_answer_that_says_nothing_is_an_empty_message(
     pieces: tuple[str, ...], finish: TurnFinish
 ) -> None:
-    """It had no item, so no id that says what a client goes on from."""
+    """Such an answer used to have no item, and so no id from which a client could go on."""
     service = TellingService(*pieces, finish=finish)
     async with http_server(create_http_app(lambda: service)) as url, client_at(url) as client:
         whole = await client.responses.create(model=MODEL.model_id, input="one", store=False)

@@ -1,4 +1,4 @@
-"""The Responses API as OpenAI's own client speaks it, over real HTTP, on the real turns of one replica."""
+"""The Responses API, called by OpenAI's own client over real HTTP, on the real turns of one replica."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def client_at(url: str) -> openai.AsyncOpenAI:
 
 
 def expected(items: Sequence[dict[str, Any]], instructions: str | None = None) -> str:
-    """What a fresh request with all that was said is answered."""
+    """The answer to a fresh request with the whole conversation."""
     prompt = small_text().encode_prompt(ChatPrompt(template_messages(instructions, items)))
     return shown_text(null_generate(prompt, MOST, VOCAB_SIZE))
 
@@ -190,7 +190,7 @@ async def test_a_deleted_response_is_gone(served: Served) -> None:
 
 
 async def test_a_response_says_how_it_was_sampled(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It said 1.0 where the model's own defaults are others."""
+    """The response used to say 1.0 even if the model's own defaults were different."""
     defaults = SamplingDefaults(temperature=0.25, top_p=0.5)
     monkeypatch.setattr(served.service, "model", replace(MODEL, sampling=defaults))
     ask = partial(served.client.responses.create, input="one", max_output_tokens=2)
@@ -257,7 +257,7 @@ async def test_an_answer_is_held_to_a_schema(served: Served) -> None:
 
 
 async def told(service: TellingService, **fields: Any) -> tuple[Any, list[Any]]:
-    """The response of these words, whole and as events; both have the same output."""
+    """The response with these words, whole and as events. Checks that both have the same output."""
     asked = {"model": MODEL.model_id, "input": "Weather?", "store": False, **fields}
     async with http_server(create_http_app(lambda: service)) as url, client_at(url) as client:
         whole = await client.responses.create(**asked)

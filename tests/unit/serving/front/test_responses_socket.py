@@ -1,4 +1,4 @@
-"""Responses over a WebSocket, as OpenAI's own client speaks it and message by message, on the turns of one replica."""
+"""Responses over a WebSocket, with OpenAI's own client and message by message, on the turns of one replica."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MEBIBYTE = 1024 * 1024
 
 
 class HeldTurns:
-    """The service, whose turns wait for `go` before they run."""
+    """The service, but its turns wait for `go` before they run."""
 
     def __init__(self, service: LocalService) -> None:
         self._service = service
@@ -50,7 +50,7 @@ class HeldTurns:
 
 
 class BreakingService(TellingService):
-    """Fails in mid-answer."""
+    """A service that fails in the middle of an answer."""
 
     async def _events(self, call: TurnCall) -> AsyncIterator[TurnEvent]:
         async for event in super()._events(call):
@@ -88,7 +88,7 @@ async def socket(url: str) -> AsyncIterator[RawSocket]:
 
 
 async def last(connection: Any) -> Any:
-    """Of OpenAI's client: the response that ends next."""
+    """The response that ends next, as OpenAI's client reads it."""
     async for event in connection:
         assert event.type not in ("error", "response.failed"), event
         if event.type in ("response.completed", "response.incomplete"):
@@ -97,7 +97,7 @@ async def last(connection: Any) -> Any:
 
 
 def shape(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """What does not change from one response to the next: how its text is cut does."""
+    """The part of the events that is equal for equal responses. How the text is cut is not part of it."""
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     kinds = [(event["type"], event.get("output_index"), event.get("text")) for event in events]
     return [kind for kind, _ in itertools.groupby(kinds)]
@@ -170,7 +170,7 @@ async def test_a_stored_response_goes_on_from_one_that_is_not(
 
 
 async def test_what_is_remembered_is_bounded(url: str) -> None:
-    """The newest go first where all have more than one message may."""
+    """The oldest are dropped if all of them together are larger than a message may be."""
     async with opened(url) as socket:
         large = {"store": False, "metadata": {"padding": "p" * 400_000}}
         first, second, third = [
@@ -225,7 +225,7 @@ async def test_a_bad_message_is_told_and_ends_nothing(socket: RawSocket) -> None
 
 
 async def test_fields_of_http_that_say_nothing_here_may_be_sent(socket: RawSocket) -> None:
-    """Clients send what they have for HTTP."""
+    """Clients send the fields that they have for HTTP."""
     response = await socket.response(
         "a", stream=True, background=False, stream_options={"include_obfuscation": False}
     )
@@ -325,5 +325,5 @@ async def test_a_large_message_is_read_as_a_large_body_is(socket: RawSocket) -> 
 
 
 def test_five_tokens_are_asked_for() -> None:
-    """What `expected` answers with."""
+    """The function `expected` answers with that many tokens."""
     assert MOST == 5

@@ -1,4 +1,5 @@
-"""A response that comes to nothing leaves no hidden session: each held KV and a place of its tenant's."""
+"""A response that comes to nothing leaves no hidden session. Such a session used to hold KV and a place of its
+tenant."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ async def overloaded(*_: Any) -> None:
 
 
 async def two_turns(client: httpx.AsyncClient) -> str:
-    """The first of two responses: what goes on from it is in a fork."""
+    """Makes two responses. Returns the id of the first: what goes on from it runs in a fork."""
     first = (await asked(client, input="one"))["id"]
     await asked(client, input="two", previous_response_id=first)
     return str(first)
@@ -96,7 +97,7 @@ async def test_one_that_cannot_begin_in_the_background(
 
 
 async def test_what_is_aborted_in_the_background_can_be_had(tmp_path: Path) -> None:
-    """Its session has the end of it."""
+    """Its session has the end of the response."""
     async with local_client(tmp_path) as (client, service):
         first = await two_turns(client)
         service.rig.runner.hold()
@@ -118,6 +119,6 @@ async def test_one_that_goes_on_leaves_its_session(tmp_path: Path) -> None:
         assert reply.status_code == 400, reply.text
         assert await sessions(client) == known
         assert (await client.get(f"{PATH}/{first}")).status_code == 200
-        # It had gone back within its history: its turn was in flight for good.
+        # The refused request had rewound the session. Its turn used to stay in flight forever.
         await asked(client, input="two", previous_response_id=first)
         assert await sessions(client) == known

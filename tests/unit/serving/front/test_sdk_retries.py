@@ -1,4 +1,4 @@
-"""OpenAI's own client sends a call again when its connection breaks: a turn that had committed must not run twice."""
+"""OpenAI's own client repeats a call when its connection breaks. A turn that was committed must not run twice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SESSION = "talk"
 
 
 class DispatchedService:
-    """What of a TurnService these calls need, with the real dispatcher behind it."""
+    """The part of a TurnService that these calls need, with the real dispatcher behind it."""
 
     model = MODEL
 
@@ -37,17 +37,17 @@ class DispatchedService:
 
 @dataclass
 class Cutter:
-    """A proxy that breaks connections: the next `answers` before a byte of the answer is passed on, which has come by
-    then; the next `questions` as soon as the question is at the server."""
+    """A proxy that breaks connections. It breaks the next `questions` as soon as the question is at the server. It
+    breaks the next `answers` once it has the whole answer, before it passes on a byte of it."""
 
     port: int
     answers: int = 0
     questions: int = 0
     retries: list[str] = field(default_factory=list)
-    """What the SDK counted, by call."""
+    """The SDK's retry count of each call."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One call a connection."""
+        """Serves one call for each connection."""
         head = await reader.readuntil(b"\r\n\r\n")
         fields = dict(line.split(": ", 1) for line in head.decode().lower().split("\r\n")[1:] if line)
         body = await reader.readexactly(int(fields["content-length"]))
@@ -77,7 +77,7 @@ class Scene:
     client: openai.AsyncOpenAI
 
     async def say(self, message: dict[str, str], **headers: str) -> tuple[dict[str, str], Any]:
-        """Headers and answer of one turn of the session."""
+        """Runs one turn of the session. Returns the headers and the token ids of the answer."""
         raw = await self.client.chat.completions.with_raw_response.create(
             model=MODEL.model_id,
             messages=[message],  # type: ignore[list-item]
@@ -107,7 +107,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
 
 
 async def test_a_turn_whose_answer_was_cut_off_runs_once(scene: Scene) -> None:
-    """Its answer is sampled: a second run would say something else."""
+    """The answer is sampled, so a second run would say something else."""
     scene.cutter.answers = 1
     headers, tokens = await scene.say(CONTINUE)
     assert scene.cutter.retries == ["0", "1"]
@@ -135,7 +135,7 @@ async def test_the_same_message_sent_again_is_a_turn_of_its_own(scene: Scene) ->
 
 
 async def test_a_message_that_came_to_nothing_is_not_taken_for_an_equal_one_before(scene: Scene) -> None:
-    """Its first try is cut off while it runs, so it leaves no trace; the second one runs."""
+    """The first try is cut off while it runs, so it leaves no trace. The second try runs."""
     await scene.say(CONTINUE)
     rig = scene.failover.rigs[0]
     rig.runner.hold()
@@ -146,7 +146,7 @@ async def test_a_message_that_came_to_nothing_is_not_taken_for_an_equal_one_befo
     async with asyncio.timeout(20):
         while not first_try.settled:
             await asyncio.sleep(0.001)
-    await asyncio.sleep(0.01)  # its abort is on its way to the engine, whose step is held
+    await asyncio.sleep(0.01)  # the abort is on its way to the engine, whose step is held
     rig.runner.go_on()
     headers, _ = await again
     assert scene.cutter.retries == ["0", "0", "1"]
@@ -156,7 +156,7 @@ async def test_a_message_that_came_to_nothing_is_not_taken_for_an_equal_one_befo
 
 
 async def test_a_replica_that_took_the_session_over_knows_the_turn(scene: Scene) -> None:
-    """The answer is cut off, then its replica is lost: what the retry repeats is in the log."""
+    """The answer is cut off, then its replica is lost. The retry is answered from the log."""
     scene.cutter.answers = 1
     wait = asyncio.create_task(scene.say(CONTINUE))
     async with asyncio.timeout(20):

@@ -1,4 +1,4 @@
-"""What `/openapi.json` says of replies is what clients get."""
+"""`/openapi.json` describes the replies that clients get."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_errors_have_the_shape_of_their_protocol(document: dict[str, Any]) -> No
 
 
 def test_nothing_is_documented_that_nobody_gets(document: dict[str, Any]) -> None:
-    """FastAPI documents a 422 of its own where it is not told what else comes."""
+    """FastAPI documents a 422 of its own if it is not told what else comes."""
     assert all("422" not in operation["responses"] for _, operation in _operations(document))
     assert not {"HTTPValidationError", "ValidationError"} & document["components"]["schemas"].keys()
 

@@ -1,4 +1,4 @@
-"""The session protocol as SGLang's clients speak it, on the real turns of one replica."""
+"""SGLang's session protocol, as its clients use it, on the real turns of one replica."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def test_logprobs(tmp_path: Path) -> None:
 
 
 async def test_incremental_streams_tell_what_is_new(tmp_path: Path) -> None:
-    """Each event repeated all text before it: 400 tokens took 276 kB."""
+    """Each event used to repeat all text before it: 400 tokens took 276 kB."""
     body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY, "return_logprob": True, "logprob_start_len": 0}
     async with local_service(tmp_path) as service:
         app = create_http_app(lambda: service, incremental_streaming_output=True)
@@ -121,7 +121,7 @@ async def test_incremental_streams_tell_what_is_new(tmp_path: Path) -> None:
 
 
 async def test_a_long_stream_that_repeats_is_not_its_length_squared() -> None:
-    """Each token had its event, which repeated all of those before: 4,000 tokens took 61 MB."""
+    """Each token used to have its own event, which repeated all tokens before: 4,000 tokens took 61 MB."""
     body = GenerateBody(input_ids=[1], stream=True)
     call = TurnCall("r", TokenPrompt((1,)), SamplingParams(20_000))
     encoder = GenerateEncoder(body, TurnPlan([call]), numbered=False, incremental=False)
@@ -136,7 +136,7 @@ async def test_a_long_stream_that_repeats_is_not_its_length_squared() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_logprobs_of_a_later_turn_begin_where_they_are_asked_for(tmp_path: Path, stream: bool) -> None:
-    """SGLang's clients send 0 in every turn: the whole history is scored, and the session goes on as ever."""
+    """SGLang's clients send 0 in every turn. The whole history is scored then, and the session goes on as usual."""
     async with local_client(tmp_path) as (client, service):
         session = {"session_params": {"id": await open_session(client)}}
         history: list[int] = []
@@ -197,7 +197,7 @@ async def test_batches(tmp_path: Path) -> None:
 
 
 async def busy_turn(client: httpx.AsyncClient, service: LocalService, **body: Any) -> asyncio.Task[Any]:
-    """A turn that goes on until something ends it."""
+    """Starts a turn that runs until something ends it."""
     service.rig.runner.step_s = 0.02
     sampling = {"temperature": 0, "max_new_tokens": 400}
     running = asyncio.create_task(generate(client, input_ids=[5], sampling_params=sampling, **body))

@@ -1,4 +1,4 @@
-"""GET /v1/kedge/sessions, page by page: every session of the caller once, and nobody else's."""
+"""GET /v1/kedge/sessions, page by page: it has every session of the caller once, and no others."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_a_bad_page_is_refused_by_its_field(
 async def test_one_session_is_found_by_its_tenant_alone(
     served: tuple[httpx.AsyncClient, LocalService],
 ) -> None:
-    """A name that looks like another tenant's session key is only a name."""
+    """A name that looks like another tenant's session key is just a name."""
     client, _ = served
     for key, name, status in (
         ("acmes", "s1", 200),
@@ -120,7 +120,7 @@ async def test_one_session_is_found_by_its_tenant_alone(
 async def test_the_service_is_asked_for_one_more_than_the_page(
     served: tuple[httpx.AsyncClient, LocalService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gave its whole ledger, of which a page was cut."""
+    """The service used to give its whole ledger, from which the page was cut."""
     client, service = served
     asked: list[dict[str, Any]] = []
     sessions = service.sessions

@@ -28,7 +28,7 @@ async def open_tree(client: httpx.AsyncClient) -> str:
 
 
 class Tree:
-    """Requests of a tree, each checked to be answered like a fresh one with all of its input."""
+    """Requests of a tree. Each is checked to be answered like a fresh request with all of its input."""
 
     def __init__(self, client: httpx.AsyncClient, session_id: str) -> None:
         self.client = client
@@ -65,7 +65,7 @@ async def test_a_request_goes_on_from_the_one_it_names(tmp_path: Path) -> None:
         assert first["cached_tokens"] >= len(tree.all_of("a")) - 1
         await tree.ask("c", [6], tree.all_of("a"), rid="a")
         await tree.ask("d", [7], tree.all_of("b"), rid="b")
-        # Without a name it begins anew.
+        # Without a request to go on from, it begins anew.
         await tree.ask("e", [8, 9], [])
         await tree.ask("f", [8], tree.inputs["b"], rid="b", drop_previous_output=True)
         await tree.ask("g", [8], tree.all_of("d")[:4], rid="d", offset=4)
@@ -75,8 +75,8 @@ async def test_a_request_goes_on_from_the_one_it_names(tmp_path: Path) -> None:
 
 
 async def test_an_offset_counts_from_the_end_or_within_the_input(tmp_path: Path) -> None:
-    """SGLang cuts there as Python does, and its own tests send -1. That was refused; and beside `drop_previous_output`
-    the answer was kept up to the offset."""
+    """SGLang treats an offset as Python's slices do, and its own tests send -1. This used to be refused. With
+    `drop_previous_output` the answer used to be kept up to the offset."""
     async with local_client(tmp_path) as (client, _):
         tree = Tree(client, await open_tree(client))
         await tree.ask("a", [1, 2, 3], [], offset=-1, replace=True)
@@ -98,7 +98,7 @@ async def test_several_go_on_from_the_same_one_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rid", ["nobody", "a\x1fb", "\u00e4"])
 async def test_a_request_that_nobody_made_is_not_gone_on_from(tmp_path: Path, rid: str) -> None:
-    """It got 200, and was appended."""
+    """The request used to get 200 and was appended."""
     async with local_client(tmp_path) as (client, _):
         tree = Tree(client, await open_tree(client))
         assert "Invalid request session id" in await tree.refuse("rid", rid=rid)
@@ -188,7 +188,7 @@ async def test_trees_of_tenants_are_apart(tmp_path: Path) -> None:
 
 
 async def test_a_request_that_comes_to_nothing_leaves_nothing(tmp_path: Path) -> None:
-    """Each left a session, which counted for its tenant and held KV until it timed out."""
+    """Each such request used to leave a session, which counted for its tenant and held KV until it timed out."""
     async with local_client(tmp_path) as (client, service):
         tree = Tree(client, await open_tree(client))
         await tree.ask("a", [1, 2, 3], [])
@@ -212,7 +212,7 @@ async def test_a_request_that_comes_to_nothing_leaves_nothing(tmp_path: Path) ->
 
 
 async def test_requests_are_listed_by_the_names_of_their_client(tmp_path: Path) -> None:
-    """They were listed under ids that no client has given, with a character that none may send."""
+    """Requests used to be listed under ids that no client had given, with a character that no client may send."""
     async with local_client(tmp_path) as (client, _):
         tree = Tree(client, await open_tree(client))
         await tree.ask("a", [1, 2, 3], [])
@@ -245,7 +245,8 @@ async def sessions(client: httpx.AsyncClient) -> list[dict[str, Any]]:
 async def test_a_request_that_the_ledger_knows_nothing_of_yet_keeps_its_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Turns in flight come to the ledger with a heartbeat. Until then another request of the same name closed it."""
+    """The ledger hears of a turn in flight with a heartbeat. Until then another request of the same name used to close
+    the session."""
     async with local_client(tmp_path) as (client, service):
         tree = Tree(client, await open_tree(client))
         session = service.session
@@ -267,7 +268,7 @@ async def test_a_request_that_the_ledger_knows_nothing_of_yet_keeps_its_session(
 
 
 async def test_what_a_front_end_has_left_is_free(tmp_path: Path) -> None:
-    """It ended before the request did, which had been forked."""
+    """The front end forked the session and ended before it ran the request."""
     async with local_client(tmp_path) as (client, service):
         tree = Tree(client, await open_tree(client))
         await tree.ask("a", [1, 2, 3], [])
@@ -280,7 +281,7 @@ async def test_what_a_front_end_has_left_is_free(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", [{}, {"drop_previous_output": True}])
 async def test_replacing_drops_what_is_still_going_on(tmp_path: Path, kept: dict[str, Any]) -> None:
-    """What a request went on from was told by its turn, which one in flight has not."""
+    """The parent of a request used to be read from the request's turn, which does not exist while it is in flight."""
     async with local_client(tmp_path) as (client, service):
         tree = Tree(client, await open_tree(client))
         await tree.ask("a", [1, 2, 3], [])

@@ -1,4 +1,4 @@
-"""However many ask, one question is on its way."""
+"""However many callers ask at a time, only one question is on its way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serving.front.shared_answer import SharedAnswer
 
 
 class Oracle:
-    """Counts what it is asked; answers once `let` is set, with how often it was asked."""
+    """Counts the questions. Once `let` is set it answers with the count."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -35,7 +35,7 @@ async def tasks() -> AsyncIterator[BackgroundTasks]:
 
 
 async def test_many_ask_at_once(tasks: BackgroundTasks) -> None:
-    """Each scrape without a key asked every process of the cluster."""
+    """Each scrape without a key used to ask every process of the cluster."""
     oracle = Oracle()
     shared = SharedAnswer(oracle.ask, tasks)
     asking = [asyncio.create_task(shared.get()) for _ in range(100)]

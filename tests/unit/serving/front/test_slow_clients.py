@@ -1,4 +1,4 @@
-"""Clients that send or read too slowly, over real connections: each is let go within a bounded time."""
+"""Clients that send or read too slowly, over real connections: each is disconnected within a bounded time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ MEGABYTES = {
     "top_logprobs_num": 20,
     "sampling_params": {"max_new_tokens": 480, "ignore_eos": True},
 }
-"""More than the system takes of an answer that is not read: each event tells all that came before it, too."""
+"""The stream is larger than what the system buffers for a client that does not read: each event repeats all before
+it."""
 ASKED = {
     "messages": [{"role": "user", "content": "hi"}],
     "max_tokens": 400,
@@ -49,15 +50,15 @@ def head(path: str, length: int) -> bytes:
 async def test_a_body_that_comes_too_slowly_is_answered_408(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It had its place in the front end for as long as its client liked."""
+    """Such a request used to keep its place in the front end for as long as its client liked."""
     monkeypatch.setattr(strict_json, "BODY_PATIENCE_S", 0.3)
     async with asyncio.timeout(WAIT_S), served(tmp_path) as (_, host, port):
         reader, writer = await asyncio.open_connection(host, port)
         writer.write(head(CHAT, 1000))
-        for _ in range(3):  # what comes once the server has closed would cost the answer
+        for _ in range(3):  # what is sent after the server has closed would cost the answer
             writer.write(b" ")
             await asyncio.sleep(0.05)
-        answer = await reader.read()  # to the end of the connection
+        answer = await reader.read()  # reads to the end of the connection
         writer.close()
     assert answer.startswith(b"HTTP/1.1 408 ")
     error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
@@ -82,7 +83,7 @@ async def test_a_body_may_take_the_time_that_its_length_needs(
 async def test_a_stream_that_nobody_reads_ends_and_leaves_no_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it had not been told stayed in the front end for as long as its client liked."""
+    """What the client had not read used to stay in the front end for as long as the client liked."""
     monkeypatch.setattr(sse, "SEND_PATIENCE_S", 0.3)
     async with asyncio.timeout(WAIT_S), served(tmp_path) as (service, host, port):
         body = json.dumps(MEGABYTES).encode()

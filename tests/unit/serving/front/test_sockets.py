@@ -1,4 +1,4 @@
-"""WebSockets as connections: who gets one, how long each may stay, and how much a client may send and leave unread."""
+"""WebSockets as connections: who gets one, how long it may last, and how much a client may send or leave unread."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def key(name: str, **more: str) -> dict[str, str]:
 
 
 async def refused(url: str, headers: dict[str, str] | None = None) -> tuple[int, str, str | None]:
-    """The handshake's status, and the code and field of its error."""
+    """Opens a socket that is refused. Returns the handshake's status, and the code and field of its error."""
     with pytest.raises(InvalidStatus) as raised:
         async with opened(url, headers):
             pass
@@ -53,7 +53,7 @@ async def refused(url: str, headers: dict[str, str] | None = None) -> tuple[int,
 
 
 async def closed(socket: RawSocket) -> int:
-    """How the server closes it, whatever it tells before."""
+    """Reads until the server closes the connection. Returns the close code."""
     with suppress(ConnectionClosed):
         while True:
             await socket.wire.recv()
@@ -113,7 +113,7 @@ async def test_pages_of_strangers_and_unknown_names_are_refused(tmp_path: Path) 
 
 
 async def test_a_server_that_cannot_answer_a_handshake_closes_it(tmp_path: Path) -> None:
-    """Not every server of ASGI lets a response be sent then."""
+    """Not every ASGI server lets an application answer a handshake with a response."""
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -183,7 +183,7 @@ async def test_where_all_are_busy_no_other_is_taken(tmp_path: Path) -> None:
             held.go.set()
             assert (await socket.events())[-1]["type"] == "response.incomplete"
         async with http_server(app) as url:
-            for _ in range(2):  # a place is free again
+            for _ in range(2):  # the place is free again
                 async with opened(url) as socket:
                     await socket.response("one")
 
@@ -193,7 +193,7 @@ async def test_a_connection_lasts_only_so_long(tmp_path: Path, monkeypatch: pyte
     async with asyncio.timeout(WAIT_S), local_service(tmp_path) as service:
         held = HeldTurns(service)
         app = create_http_app(lambda: held)  # type: ignore[arg-type, return-value]
-        # The busy one's time is over before that of the idle one, whose end is awaited.
+        # The test waits for the idle connection's end. The busy one's time is over before that.
         async with http_server(app) as url, opened(url) as busy, opened(url) as idle:
             await busy.create("begun in time")
             await busy.create("behind it")
@@ -222,7 +222,7 @@ async def test_what_is_not_answered_yet_is_bounded(tmp_path: Path, large: bool) 
 
 
 class BadlyEnding(HeldTurns):
-    """Its turns fail when they are cancelled."""
+    """A service whose turns fail when they are cancelled."""
 
     @asynccontextmanager
     async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
@@ -234,7 +234,7 @@ class BadlyEnding(HeldTurns):
 
 
 async def test_a_turn_that_fails_as_it_is_cancelled_does_not_keep_its_connection(tmp_path: Path) -> None:
-    """The failure took the place of the cancellation, and what waited in the lane was answered next: for ever."""
+    """The failure used to replace the cancellation, so the next message of the lane was answered, and so on forever."""
     async with asyncio.timeout(WAIT_S), local_service(tmp_path) as service:
         held = BadlyEnding(service)
         app = create_http_app(lambda: held)  # type: ignore[arg-type, return-value]
@@ -262,7 +262,7 @@ async def test_what_nobody_reads_ends_and_leaves_no_turn(
         slow.setblocking(False)
         async with opened(url, sock=slow, compression=None) as socket:
             socket.wire.transport.pause_reading()
-            await socket.create("one", user="u" * 5_000_000, store=False)  # told by the first event already
+            await socket.create("one", user="u" * 5_000_000, store=False)  # the first event repeats it
             while not service.ended:
                 await asyncio.sleep(0.01)
             await service.rig.settled()

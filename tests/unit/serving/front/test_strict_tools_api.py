@@ -1,4 +1,4 @@
-"""Strict functions over HTTP, in each protocol: what a turn is told to hold calls to, and what is refused."""
+"""Strict functions over HTTP in each protocol: what a turn holds calls to, and what is refused."""
 
 from __future__ import annotations
 

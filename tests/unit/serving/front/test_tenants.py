@@ -1,4 +1,4 @@
-"""What a key may reach: its tenant's sessions; what is everybody's only with an operator's."""
+"""A key reaches its own tenant's sessions. What belongs to all tenants needs an operator's key."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def listed(client: httpx.AsyncClient, headers: dict[str, str]) -> list[tup
 
 
 async def test_the_same_id_is_another_session_of_each_tenant(client: httpx.AsyncClient) -> None:
-    """A tenant was told `session_exists` of an id that another had."""
+    """A tenant used to get `session_exists` for an id that another tenant had."""
     for name in ("acmes", "others"):
         opened = await client.post(SESSIONS, json={"session_id": "s"}, headers=key(name))
         assert (opened.status_code, opened.json()) == (201, {"session_id": "s"})
@@ -65,7 +65,7 @@ async def test_the_same_id_is_another_session_of_each_tenant(client: httpx.Async
 
 
 async def test_a_key_of_a_tenant_names_no_other(client: httpx.AsyncClient) -> None:
-    """Whoever had a key listed, forked and closed the sessions of every tenant, by naming it."""
+    """Anybody with a key could list, fork and close the sessions of every tenant, by naming it."""
     await client.post(SESSIONS, json={"session_id": "s"}, headers=key("acmes"))
     foreign = key("others", **{"x-tenant-id": "acme"})
     for method, path in (("GET", ""), ("GET", "/s"), ("DELETE", "/s"), ("POST", "/s/fork")):
@@ -94,7 +94,7 @@ async def test_a_gateways_key_is_of_the_tenant_that_it_names(client: httpx.Async
 async def test_what_is_everybodys_needs_an_operators_key(
     client: httpx.AsyncClient, method: str, path: str, name: str
 ) -> None:
-    """Any key flushed the cache, drained replicas, and read the audit and the settings."""
+    """Any key could flush the cache, drain replicas and read the audit and the settings."""
     reply = await client.request(method, path, headers=key(name))
     assert (reply.status_code, reply.json()["error"]["code"]) == (403, "operator_only")
 
@@ -111,7 +111,7 @@ async def test_an_operator_may(client: httpx.AsyncClient, method: str, path: str
 async def test_a_header_that_says_who_calls_comes_once(
     client: httpx.AsyncClient, name: str, path: str
 ) -> None:
-    """Of two the first counted; a proxy in front may have looked at the other."""
+    """Of two such headers the first used to count, but a proxy in front may have checked the other."""
     values = {"authorization": "Bearer gateways", "host": "localhost"}
     headers = [(name, values.get(name, "a")), (name.title(), values.get(name, "b"))]
     if name != "authorization":
@@ -131,7 +131,7 @@ async def test_a_header_that_says_who_calls_comes_once(
 async def test_nobody_keeps_a_session_for_ever(
     client: httpx.AsyncClient, path: str, body: dict[str, Any], field: str
 ) -> None:
-    """`timeout_s: 1e9` for every session that there may be left none for anybody else."""
+    """With `timeout_s: 1e9` a tenant could take all sessions that there may be and leave none to others."""
     reply = await client.post(path, json=body, headers=key("acmes"))
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
     assert "604800 s at most" in reply.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: the very tokens of a turn, by the names of vLLM's and SGLang's clients."""
+"""/tokenize and /detokenize: the very tokens of a turn, with the field names of vLLM's and SGLang's clients."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def test_the_version_the_ping_and_the_load(client: httpx.AsyncClient) -> N
     headers = {"x-session-id": "s"}
     asked = {"prompt": "My dog", "max_tokens": 20, "ignore_eos": True}
     assert (await client.post("/v1/completions", json=asked, headers=headers)).status_code == 200
-    async with asyncio.timeout(WAIT_S):  # figures are told some times a second
+    async with asyncio.timeout(WAIT_S):  # figures are published a few times a second
         while load["num_reqs"] or not load["num_tokens"]:
             await asyncio.sleep(0.05)
             (load,) = (await client.get("/get_load")).json()

@@ -1,4 +1,4 @@
-"""Streams of responses that are had again: of those that are still being made, at any front end, and of stored ones."""
+"""Streams of responses that are read again, at any front end, of running responses and of stored ones."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def all_of(stream: Any) -> list[Any]:
 
 
 def joined(events: Sequence[Any]) -> list[dict[str, Any]]:
-    """As if each text had come in one piece; and without the time at which a stored response is read."""
+    """The events as if each text had come in one piece, without the time at which a stored response ended."""
     shown: list[dict[str, Any]] = []
     for event in events:
         one = event.model_dump()
@@ -72,7 +72,7 @@ def joined(events: Sequence[Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("end", ["runs", "stored"])
 async def test_a_stream_goes_on_behind_any_event(both: FrontEnds, end: str) -> None:
-    """Whoever tells the rest, and whether the response has ended or not."""
+    """This holds whichever front end sends the rest, and whether or not the response has ended."""
     one, two = both.members
     both.service.rig.runner.step_s = 0.05
     stream = await one.begin(stream=True, max_output_tokens=40)
@@ -115,7 +115,7 @@ async def test_a_stream_may_be_left(both: FrontEnds) -> None:
 
 
 async def test_it_is_told_at_once(both: FrontEnds) -> None:
-    """Before its turn has said anything, and at an end that never comes by itself."""
+    """A listener gets events before the turn has said anything, and also hears of a cancellation."""
     one, two = both.members
     both.service.rig.runner.step_s = SLOW_S
     stream = aiter(await one.begin(stream=True, max_output_tokens=100))
@@ -147,7 +147,7 @@ async def test_one_that_fails_says_so(both: FrontEnds) -> None:
 async def test_who_listens_hears_the_end_that_the_log_has(
     both: FrontEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the front end takes a turn for lost that has been committed."""
+    """This holds even if the front end takes a committed turn for lost."""
     run = both.service.run
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Every protocol tells what the model thought in its own way, and takes it back."""
+"""Every protocol shows the model's thoughts in its own way, and accepts them back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.serving.text.test_thoughts import OPENS
 
 THOUGHT, SAID = "The dog, I know.", "Rex."
 WORDS = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"
-"""As a model writes it that begins to think itself."""
+"""The words of a model that begins to think by itself."""
 
 
 class Thinking(TellingService):
@@ -106,7 +106,7 @@ async def test_responses_have_it_as_items() -> None:
         assert (whole.output[0].content[0].text, whole.output_text) == (THOUGHT, SAID)
         deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
         assert "".join(deltas) == THOUGHT
-        # A client that keeps but the opaque text sends that back.
+        # A client that keeps only the opaque text sends that back.
         kept = {"type": "reasoning", "summary": [], "encrypted_content": whole.output[0].encrypted_content}
         answer = {"role": "assistant", "content": SAID}
         await client.responses.create(**asked | {"input": [kept, answer, {"role": "user", "content": "So?"}]})
@@ -130,7 +130,7 @@ async def test_chats_take_it_back(name: str) -> None:
 
 
 async def test_a_thought_that_the_prompt_has_begun_is_one(tmp_path: Path) -> None:
-    """The null model never ends it; with a session the log tells it again."""
+    """The null model never ends the thought. With a session, the log shows it again."""
     text = TextProcessor(byte_level_tokenizer(OPENS), vocab_size=1000, max_context_len=512)
 
     class Serving(LocalService):

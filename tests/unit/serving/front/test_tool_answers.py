@@ -1,4 +1,4 @@
-"""Answers with calls as OpenAI's clients read them, whole and streamed; the model's words are given."""
+"""Answers with calls, whole and streamed, as OpenAI's clients read them. The test gives the model's words."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STOP = TurnFinish("stop")
 
 
 class TellingService:
-    """A TurnService whose answers are given, one event for each piece."""
+    """A TurnService whose answers the test gives, one event for each piece."""
 
     model = MODEL
 
@@ -164,7 +164,8 @@ def test_ids_follow_from_the_turn() -> None:
 
 
 def test_an_id_that_the_model_writes_is_the_calls() -> None:
-    """What is sent back with it renders as the model wrote it. A call of which the model's id is no use has its own."""
+    """The call is rendered with the id that the model wrote when a client sends it back. If the model's id cannot be
+    used, the call gets an id of its own."""
     text = "[TOOL_CALLS]f[CALL_ID]aB3dEfgh9[ARGS]{}[TOOL_CALLS]f[CALL_ID]aB3dEfgh9[ARGS]{}"
     first, second = (each.id for each in whole(text, in_session("s"), name="mistral_call_id").calls)
     assert first == "aB3dEfgh9"
@@ -174,7 +175,7 @@ def test_an_id_that_the_model_writes_is_the_calls() -> None:
 @settings(max_examples=200, deadline=None, print_blob=True)
 @given(st.data())
 def test_streams_add_up_to_the_whole(data: st.DataObject) -> None:
-    """As the openai client adds them up, however the events are cut."""
+    """They are added up as the openai client does it, however the events are cut."""
     name = data.draw(st.sampled_from(sorted(FORMATS)))
     text = data.draw(texts(name))
     pieces = cut(text, data.draw(st.lists(st.integers(0, max(len(text), 1)), max_size=6)))

@@ -45,7 +45,7 @@ REQUIRED = {
 
 
 def numbered(count: int) -> list[dict[str, Any]]:
-    """Prompts to which the null model says something different each."""
+    """Bodies with different prompts. The null model answers each differently."""
     return [{"messages": [{**ASKED, "content": f"Question {number}"}]} for number in range(count)]
 
 
@@ -137,7 +137,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], **headers: str) -
 
 
 def checked(choice: dict[str, Any]) -> list[str]:
-    """The functions of calls that fit their schemas."""
+    """The names of the called functions. Checks that the arguments fit their schemas."""
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None), choice
     calls = [each["function"] for each in choice["message"]["tool_calls"]]
     for call in calls:
@@ -301,7 +301,7 @@ async def test_messages_reach_the_template_as_it_expects_them(tmp_path: Path) ->
 
 
 async def test_only_allowed_tools_are_called(tmp_path: Path) -> None:
-    """All are told to the model, as in every request with them, and the answer is held to some."""
+    """The model is told of all tools, as in every request with them, but the answer is held to the allowed ones."""
     async with tool_client(tmp_path) as (client, service):
         names = set()
         for body in numbered(6):
@@ -335,7 +335,7 @@ async def test_where_it_may_choose_the_model_is_told_of_the_allowed_tools_alone(
 async def test_an_assistant_may_have_said_nothing(
     tmp_path: Path, message: dict[str, Any], content: str
 ) -> None:
-    """Clients send back what they were answered, which may have no content."""
+    """Clients send back the answers that they got, which may have no content."""
     async with tool_client(tmp_path) as (client, service):
         messages = [ASKED, {"role": "assistant", **message}, ASKED]
         reply = await client.post(CHAT, json={"messages": messages, "max_tokens": 1})
@@ -345,7 +345,7 @@ async def test_an_assistant_may_have_said_nothing(
 
 @pytest.mark.parametrize("role", ["system", "user", "tool"])
 async def test_null_is_an_empty_text_whoever_says_it(tmp_path: Path, role: str) -> None:
-    """As with vLLM. A message whose content is forgotten is refused."""
+    """This is as with vLLM. A message without the field `content` is refused."""
     asked = {"role": role} | ({"tool_call_id": "c-1"} if role == "tool" else {})
     async with tool_client(tmp_path) as (client, service):
         reply = await client.post(

@@ -1,4 +1,5 @@
-"""Calls find the owner of their session: a stale memory, a lost replica and a moved session cost a round, no error."""
+"""Calls find the owner of their session. An outdated memory, a lost replica or a moved session costs a round, not an
+error."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ NOT_HELD = ErrorInfo(404, "session_not_found", "not held here")
 
 
 class Replicas:
-    """Answers in the order given; an exception is raised."""
+    """Gives these answers in order. An answer that is an exception is raised."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
@@ -46,7 +47,7 @@ def work_at(epoch: int) -> CloseSession:
 
 
 class Controller:
-    """The owner is a new one, at a new epoch, each time it is asked for."""
+    """Names a new owner, at a new epoch, each time that it is asked."""
 
     def __init__(self, *failures: Exception) -> None:
         self.failures = list(failures)
@@ -96,13 +97,13 @@ async def test_a_replica_that_answered_before_is_reported_lost() -> None:
     controller = Controller()
     ask = dispatcher(Replicas(1, ReplicaGone("t1"), BUSY, 2), controller).ask_owner
     await ask("t s", work_at)
-    # What is left of the lost call may still be in the way: refusals that follow it are tried again.
+    # The lost call may still be in the way at the replica, so a refusal after it is tried again.
     assert await ask("t s", work_at) == 2
     assert controller.lost == ["t1"]
 
 
 class OneOwner(Controller):
-    """It is "t1" until that is reported lost. The first report takes for ever."""
+    """The owner is "t1" until it is reported lost. The first report takes forever."""
 
     def __init__(self) -> None:
         super().__init__()

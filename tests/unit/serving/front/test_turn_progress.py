@@ -1,4 +1,4 @@
-"""However two attempts at a turn cut it into events, its client is told each part of it once."""
+"""However two attempts at a turn cut it into events, the client gets each part of the turn once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def entry(token_id: int) -> TextLogprob:
 
 
 def parts(rng: random.Random, *, logprobs: bool, finish: TurnFinish) -> list[TurnEvent]:
-    """A turn in random events: its prompt's log-probabilities, its tokens, its end. Some are cut further."""
+    """A turn cut at random: its prompt's log-probabilities, its tokens, its end. Some events are cut further."""
     events = []
     at = 0
     while logprobs and at < INPUTS:
@@ -57,7 +57,7 @@ def test_each_part_is_sent_once(seed: int, logprobs: bool) -> None:
             assert resumed.turn_index == 4
         known = resumed.token_ids
         assert known == tuple(range(100, 100 + len(known)))
-        # Log-probabilities that a client has seen are of tokens that will be said.
+        # The log-probabilities that a client has seen belong to the resumed tokens.
         assert [each.token.token_id for each in resumed.logprobs] == (list(known) if logprobs else [])
         assert len(resumed.input_logprobs) == (INPUTS if logprobs and known else 0)
     sent += filter(None, map(progress.unsent, parts(rng, logprobs=logprobs, finish=end)))
@@ -80,7 +80,8 @@ def test_what_says_nothing_new_is_not_passed_on() -> None:
 
 @pytest.mark.parametrize("replayed", [False, True])
 def test_only_who_asked_twice_gets_a_replay(replayed: bool) -> None:
-    """A turn of this call that the log ends is no replay; an answer that came from the log all along is one."""
+    """It is no replay if the log only ends a turn that this call began. It is one if the whole answer came from the
+    log."""
     progress = TurnProgress()
     progress.unsent(TurnEvent(text="a", token_ids=(1,), turn_index=3, replayed=replayed))
     progress.begin_again()

@@ -1,4 +1,4 @@
-"""A request lives as long as its client: leaving ends its turns at once; a stream that breaks says so."""
+"""A request lives as long as its client: if the client leaves, its turns end at once. A stream that breaks says so."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def slow_server(directory: Path) -> AsyncIterator[tuple[str, LocalService]]:
-    """A step takes 20 ms, so that 500 tokens would take ten seconds."""
+    """A server whose steps take 20 ms, so that 500 tokens would take ten seconds."""
     async with local_service(directory) as service, http_server(create_http_app(lambda: service)) as url:
         service.rig.runner.step_s = 0.02
         yield url, service
@@ -74,7 +74,7 @@ async def test_a_session_stands_at_its_last_commit_after_a_disconnect(tmp_path: 
 
 
 class BreakingService:
-    """A service whose turn says one word and then breaks: not reachable with a healthy replica."""
+    """A service whose turn says one word and then breaks, which does not happen with a healthy replica."""
 
     model = LocalService.model
 
@@ -154,7 +154,7 @@ async def test_the_unforeseen_is_logged_and_answered(caplog: pytest.LogCaptureFi
 
 
 async def test_a_queue_full_of_events_does_not_block_the_end() -> None:
-    """Choices whose events nobody reads any more are cancelled, not waited for."""
+    """Choices whose events nobody reads any more are cancelled. The end does not wait for them."""
 
     class Endless(BreakingService):
         async def _events(self) -> AsyncIterator[TurnEvent]:
@@ -177,7 +177,7 @@ async def test_a_queue_full_of_events_does_not_block_the_end() -> None:
 
 
 async def test_the_calls_of_one_request_are_begun_one_by_one() -> None:
-    """256 at once held the front end's event loop for 0.1 s."""
+    """256 calls at once used to hold the front end's event loop for 0.1 s."""
     since = most_between = 0
 
     class Noting(BreakingService):

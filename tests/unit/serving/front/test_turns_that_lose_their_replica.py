@@ -1,4 +1,5 @@
-"""A turn whose replica is lost in mid-stream goes on at another: its client sees one answer, its session one turn."""
+"""A turn that loses its replica in mid-stream goes on at another: the client sees one answer, the session has one
+turn."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def turn_of(session: str | None, **options: Any) -> TurnCall:
 
 
 def answer(event: TurnEvent) -> TurnEvent:
-    """What must not depend on where the turn ran."""
+    """The part of an event that must not depend on where the turn ran."""
     return replace(
         event,
         cached_tokens=0,
@@ -114,7 +115,8 @@ async def test_calls_without_a_session_go_on_too(served: Failover, told: int) ->
 async def test_replicas_that_round_differently_give_one_answer(
     served: Failover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was told is given to the next replica, not generated there and hoped to be the same."""
+    """The next replica gets the tokens that the client has. It does not generate them again and hope that they are the
+    same."""
     runner = served.rigs[1].runner
     execute = runner.execute
 
@@ -149,7 +151,7 @@ async def test_drafts_are_made_behind_what_is_resumed(tmp_path: Path) -> None:
 
 
 async def test_a_retry_of_a_turn_that_went_on_is_answered_whole(served: Failover) -> None:
-    """With the log-probabilities that the lost replica had told."""
+    """The answer includes the log-probabilities that the lost replica had sent."""
     served.open_session("s")
     served.replicas.losses = {"a": behind(7)}
     asked = turn_of("s", key="k", logprobs=LOGPROBS)
@@ -194,11 +196,11 @@ async def test_a_replica_that_only_seemed_lost_cannot_commit(served: Failover) -
 async def test_a_turn_that_was_committed_before_its_replica_died_is_answered_from_the_log(
     served: Failover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the end was missing, or more than that: the rest of it is told, and nothing runs again."""
+    """The rest of the answer, or only its end, comes from the log. Nothing runs again."""
     resolve = served.cluster.resolve
 
     def once_it_has_committed(*args: Any) -> Any:
-        """The session moves once its old owner has committed."""
+        """Lets the session move once its old owner has committed."""
         turns = [served.rigs[0].turns.num_live for _ in served.replicas.dead]
         if any(turns):
             raise NoReplica("not yet")
@@ -233,7 +235,7 @@ async def test_when_all_but_the_end_was_told_the_end_is_told(served: Failover, c
 
 
 async def test_input_log_probabilities_are_told_once_if_that_was_all(served: Failover) -> None:
-    """The prompt is longer than a chunk, so they come before any token."""
+    """The prompt is longer than a chunk, so its log-probabilities come before any token."""
     prompt = list(range(1, 101))
     served.replicas.losses = {"a": lambda _, event: bool(event.token_ids)}
     whole = await served.turn(call(prompt, logprobs=LOGPROBS))
@@ -247,7 +249,7 @@ async def test_input_log_probabilities_are_told_once_if_that_was_all(served: Fai
 async def test_a_turn_that_was_accepted_and_has_said_nothing_begins_anew(
     served: Failover, session: str | None
 ) -> None:
-    """Its client has its headers, and is told once that it is accepted."""
+    """Its client has the headers, and hears only once that the turn is accepted."""
     if session is not None:
         served.open_session(session)
     served.replicas.losses = {"a": behind(1)}
@@ -277,9 +279,9 @@ async def test_a_session_closed_meanwhile_ends_the_turn_and_does_not_begin_anew(
 async def test_a_repeated_call_is_committed_in_no_later_session(
     served: Failover, monkeypatch: pytest.MonkeyPatch, opened_anew: bool
 ) -> None:
-    """Its connection is lost with the answer, and it is sent again. It had been committed, and the session closed: it
-    was committed in another, which it opened itself, or which another turn had opened (simulated seed 1000697 of 1,000
-    turns)."""
+    """A call is committed and loses its connection with the answer. The session closes, and the call is sent again. It
+    used to be committed in another session of that name, which it opened itself or which another turn had opened
+    (simulated seed 1000697 of 1,000 turns)."""
     deliver = served.replicas.turn
 
     @asynccontextmanager
@@ -307,7 +309,7 @@ async def test_a_repeated_call_is_committed_in_no_later_session(
 async def test_a_turn_does_not_go_on_in_a_later_session_of_that_name(
     served: Failover, by_its_first_turn: bool
 ) -> None:
-    """Though it would be the same turn of that one."""
+    """This holds although it would be a turn with the same number there."""
     served.open_session("s")
     served.replicas.losses = {"a": behind(3)}
     async with aclosing(served.events(turn_of("s"))) as events:
@@ -326,7 +328,7 @@ async def test_a_turn_does_not_go_on_in_a_later_session_of_that_name(
 
 
 async def test_a_turn_that_another_one_passed_does_not_go_on(served: Failover) -> None:
-    """What it said was an answer to another history."""
+    """What the turn had said was an answer to another history."""
     served.open_session("s")
     served.replicas.losses = {"a": behind(3)}
     ends: list[TurnEvent] = []
@@ -343,7 +345,8 @@ async def test_a_turn_that_another_one_passed_does_not_go_on(served: Failover) -
 
 
 async def test_a_session_that_moved_under_its_turn_takes_the_turn_along(served: Failover) -> None:
-    """Nobody was lost: another ingress believed so. The old owner's commit is refused, and the new one's is not."""
+    """No replica was lost, but another ingress believed so. The old owner's commit is refused, the new owner's is
+    accepted."""
     served.open_session("s")
     async with aclosing(served.events(turn_of("s"))) as events:
         told = [*(await anext(events)).token_ids]
@@ -362,7 +365,7 @@ async def test_an_engine_that_stops_in_mid_stream_is_as_good_as_lost(served: Fai
     async with aclosing(served.events(turn_of("s"))) as events:
         told = [*(await anext(events)).token_ids]
         await asyncio.to_thread(served.rigs[0].engine.stop, 5.0)
-        served.replicas.dead.add("a")  # as Ray Serve sees to when the health check fails
+        served.replicas.dead.add("a")  # as Ray Serve does when the health check fails
         async for event in events:
             told += event.token_ids
     assert event.finish is not None
@@ -380,13 +383,13 @@ async def test_nobody_takes_over_in_time(tmp_path: Path) -> None:
         assert list(last.token_ids) == WHOLE[: len(last.token_ids)]
         served.replicas.dead.clear()
         for rig in served.rigs:
-            await rig.host.heartbeat()  # tells it that it counts as gone, and so has it register again
+            await rig.host.heartbeat()  # the replica hears that it counts as gone, and registers again
         assert (await served.turn(turn_of("s"))).finish is not None
         await served.settled()
 
 
 async def test_who_is_in_mid_stream_waits_for_room(served: Failover, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All turns of the lost replica come at once, perhaps more than the others take."""
+    """All turns of the lost replica come at once, perhaps more than the others can take."""
     submit, refused = served.rigs[1].engine.submit, 0
 
     def full_at_first(request: GenerateRequest) -> None:
@@ -403,7 +406,7 @@ async def test_who_is_in_mid_stream_waits_for_room(served: Failover, monkeypatch
 
 
 async def test_what_no_other_replica_takes_is_lost(served: Failover, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request was good where it began: its client is not told to mend it."""
+    """The first replica accepted the request, so its client is not told to change it."""
     monkeypatch.setattr(served.rigs[1].engine, "submit", Mock(side_effect=RequestTooLarge("a smaller pool")))
     served.replicas.losses = {"a": behind(3)}
     assert code_of(await served.turn(turn_of(None))) == "replica_lost"
@@ -426,7 +429,8 @@ async def test_an_abort_reaches_the_replica_that_went_on(served: Failover) -> No
 async def test_a_client_that_leaves_during_the_takeover_leaves_no_trace(
     served: Failover, moments: int
 ) -> None:
-    """While an owner is looked for, while that one loads the history, and when it has gone on."""
+    """The client leaves while an owner is looked for, while the new owner loads the history, and after the turn went
+    on."""
     served.open_session("s")
     served.replicas.losses = {"a": behind(3)}
     reading = asyncio.create_task(served.turn(call([5, 6, 7], "s", max_new_tokens=400)))
@@ -446,7 +450,8 @@ async def test_a_client_that_leaves_during_the_takeover_leaves_no_trace(
 async def test_a_replica_of_another_tokenizer_does_not_go_on_with_an_answer(
     tmp_path: Path, session: str | None
 ) -> None:
-    """It took the tokens for its own: the rest of the answer followed from something that nobody had said."""
+    """That replica used to go on with the tokens as if they were its own: the rest of the answer continued something
+    that nobody had said."""
     other = TextProcessor(piece_tokenizer(), vocab_size=VOCAB_SIZE, max_context_len=512)
     async with (
         running_rig(tmp_path, replica_id="a", text=small_text()) as former,

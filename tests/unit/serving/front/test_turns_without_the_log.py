@@ -1,4 +1,4 @@
-"""While the session log is away calls that need it wait, and a turn that was finished is told as what the log has."""
+"""While the session log is away, calls that need it wait. A finished turn is reported as the log has it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_a_fork_waits_for_the_log(served: Failover) -> None:
     await served.turn(call(PROMPT, "s"))
 
     class Pinned:
-        """The one call that the dispatcher makes to an owner."""
+        """Carries out the one call that the dispatcher makes to an owner."""
 
         async def call(self, replica_id: str, call: ForkSession) -> object:
             assert replica_id == "a"
@@ -118,8 +118,8 @@ async def test_past_its_time_a_call_that_waited_ends_in_a_typed_error(
 
 @pytest.mark.parametrize("in_log", [False, True])
 async def test_a_session_that_moves_while_its_turn_is_pending(served: Failover, in_log: bool) -> None:
-    """Its replica only seemed dead. The turn is in the log or it is not: the next owner answers it from there, or goes
-    on behind what was told. Once, either way."""
+    """The replica of the turn only seemed dead. If the log has the turn, the next owner answers from the log. If not,
+    it goes on after what was sent. Either way there is one turn."""
     served.open_session("s")
     a, b = served.rigs
     await served.turn(call([1], "s"))

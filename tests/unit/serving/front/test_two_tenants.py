@@ -1,5 +1,5 @@
-"""Calls of all kinds by two tenants and an operator at one server: nothing of a tenant is read, changed or known by the
-other, an operator changes nothing of either, and the logs tell what nobody said.
+"""Random calls by two tenants and an operator at one server. No tenant reads, changes or learns of anything of the
+other, the operator changes nothing of either, and the logs contain nothing that was said.
 
 KEDGE_FUZZ_CALLS=10000 makes it longer.
 """
@@ -29,7 +29,7 @@ RING = KeyRing({API_KEYS: "key-a=acme,key-u=umbrella", OPERATOR_KEYS: "key-o"})
 KEYS = {"acme": "key-a", "umbrella": "key-u", "operator": "key-o"}
 SESSIONS = "/v1/kedge/sessions"
 COMMON_IDS = ("s", "t")
-"""Ids that both use."""
+"""Session ids that both tenants use."""
 COMMON_KEYS = ("k", "l", "m")
 FOR_OPERATORS = (
     ("GET", "/v1/kedge/audit"),
@@ -44,7 +44,7 @@ FOR_OPERATORS = (
 
 @dataclass
 class Tenant:
-    """One side. `secrets` are words that only it has said, and ids that only it has used; `said` are the words."""
+    """One tenant. `secrets` are words that only it has said and ids that only it has used. `said` are the words."""
 
     name: str
     rng: random.Random
@@ -76,7 +76,7 @@ class Call:
 
 
 def some_call(tenant: Tenant, session_id: str) -> Call:
-    """Any call, about that session if it is about one."""
+    """A random call. If the call is about a session, it is about `session_id`."""
     rng = tenant.rng
     headers = {"x-session-id": session_id} if rng.random() < 0.8 else {}
     if rng.random() < 0.5:
@@ -131,7 +131,7 @@ async def served(tmp_path: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Local
 
 
 def state_of(service: LocalService, tenant: str) -> list[Any]:
-    """All that ledger and log have of the tenant, but for what replicas report."""
+    """Everything that the ledger and the log have of the tenant, except what replicas report."""
     cluster = service.cluster
     own = sorted((e for e in cluster.sessions() if e.tenant == tenant), key=lambda entry: entry.session_id)
     reported = {"reported_s": None, "used_since_report": False, "in_turn": False, "size_bytes": 0}
@@ -186,7 +186,7 @@ async def test_two_tenants_know_nothing_of_each_other(
 async def _as_an_operator(
     client: httpx.AsyncClient, service: LocalService, rng: random.Random
 ) -> httpx.Response:
-    """Looks at everything, and clears what is cached: of no tenant's sessions anything changes."""
+    """Reads everything and clears the caches, which changes no tenant's sessions."""
     before = [state_of(service, tenant) for tenant in OTHER]
     method, path = rng.choice(
         (*FOR_OPERATORS[:-1], ("GET", SESSIONS), ("GET", "/metrics"), ("GET", "/health"))
@@ -200,7 +200,7 @@ async def _as_an_operator(
 async def _as_of_nobody(
     client: httpx.AsyncClient, service: LocalService, tenant: Tenant, other: Tenant
 ) -> httpx.Response:
-    """A call about a session of the other's is answered as one about a session that there never was."""
+    """A call about the other tenant's session gets the same reply as a call about a session that never existed."""
     theirs = [entry.session_id for entry in service.cluster.sessions() if entry.tenant == other.name]
     known = {session_key(other.name, each) for each in other.own_ids}
     session_id = tenant.rng.choice([key.rpartition(" ")[2] for key in theirs if key in known] or ["none"])

@@ -1,4 +1,4 @@
-"""Fields of vLLM's and SGLang's clients: what they do to an answer, and where they are refused by name."""
+"""Fields of vLLM's and SGLang's clients: what they do to an answer, or where they are refused by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_before_min_tokens_nothing_ends_the_answer(tmp_path: Path) -> None
 
 
 async def test_a_stop_string_counts_from_min_tokens_on(tmp_path: Path) -> None:
-    """One that ends within them is none; one that begins there may end later."""
+    """A stop string that ends within these tokens does not count. One that begins within them may end later."""
     async with local_client(tmp_path) as (client, _):
         plain = await said(client, max_tokens=40)
         texts = [small_text().token_text(token_id) for token_id in plain["token_ids"]]
@@ -187,7 +187,7 @@ async def test_tokens_are_told_by_their_ids(tmp_path: Path) -> None:
 async def prompt_of(
     client: httpx.AsyncClient, service: LocalService, path: str, body: dict[str, Any]
 ) -> list[int]:
-    """The tokens that the engine was given."""
+    """Sends the body. Returns the tokens that the engine got."""
     seen: list[list[int]] = []
     engine = service.rig.engine
     submit = engine.submit
@@ -216,7 +216,7 @@ async def test_a_prompt_is_cut_and_begun_as_asked(tmp_path: Path) -> None:
 
 
 async def test_a_final_message_is_gone_on_with(tmp_path: Path) -> None:
-    """Nothing closes it, and nothing opens another; the answer follows its very words."""
+    """Nothing closes the message and nothing opens another: the answer continues its very words."""
     begun = [HELLO, {"role": "assistant", "content": "Well, <|im_end|> I"}]
     async with local_client(tmp_path) as (client, service):
         closed = await prompt_of(client, service, CHAT, {"messages": [HELLO]})
@@ -264,7 +264,7 @@ async def test_a_request_may_bring_its_template_where_that_is_allowed(tmp_path: 
     ],
 )
 async def test_a_template_of_a_request_that_fails_is_refused_by_name(tmp_path: Path, template: str) -> None:
-    """What was not one of Jinja's own errors was answered with a 500."""
+    """Errors other than Jinja's own used to be answered with a 500."""
     async with local_service(tmp_path) as service:
         app = create_http_app(lambda: service, request_chat_template=True)
         async with client_of(app) as client:

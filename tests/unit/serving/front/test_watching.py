@@ -1,4 +1,4 @@
-"""GET /v1/kedge/watch: the state of the cluster and what happens in it, for many watchers, by one reader."""
+"""GET /v1/kedge/watch: the state of the cluster and its events, for many watchers by one reader."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAGES = {"total": 9, "free": 9, "cached": 0, "protected": 0, "session": 0, "in_f
 
 
 def figures(replica_id: str, **changed: Any) -> dict[str, Any]:
-    """What a replica answers to Describe, of what is read of it."""
+    """The part of a replica's answer to Describe that the watch reads."""
     tier = {"budget_bytes": 0, "used_bytes": 0, "sessions": 0}
     counters = (
         *("demotions_to_host", "demotions_to_disk", "demotions_to_log"),
@@ -51,7 +51,7 @@ def figures(replica_id: str, **changed: Any) -> dict[str, Any]:
 
 
 class ScriptedSource:
-    """Gives what a test puts there. `events` are told once."""
+    """Gives what a test sets. It gives each of `events` once."""
 
     def __init__(self) -> None:
         self.replicas = [figures("a")]
@@ -85,7 +85,7 @@ async def watch_of(source: ScriptedSource, **options: Any) -> AsyncIterator[Clus
 
 
 async def states_and_events(watcher: Any, until: str) -> tuple[list[Any], list[str]]:
-    """All that comes up to the event of that kind."""
+    """The states and the kinds of the events, up to an event of kind `until`."""
     states, kinds = [], []
     async with asyncio.timeout(WAIT_S):
         async for items in watcher:
@@ -110,7 +110,7 @@ async def test_one_reader_serves_all_and_runs_only_while_somebody_watches() -> N
             assert source.looks <= 2, "a look for each watcher"
         assert not watch.is_reading
         looks = source.looks
-        await asyncio.sleep(0.5)  # what must not happen has no event
+        await asyncio.sleep(0.5)  # waits: nothing signals that a look did not happen
         assert source.looks == looks
 
 
@@ -225,7 +225,7 @@ def test_an_audit_with_many_findings_is_few_events() -> None:
 async def told_over_http(
     client: httpx.AsyncClient, key: str = "key-o", **params: Any
 ) -> tuple[int, list[tuple[str, Any]]]:
-    """A stream's events by name."""
+    """The events of a stream, by name."""
     headers = {"authorization": f"Bearer {key}"}
     told = []
     async with client.stream("GET", WATCH, params=params, headers=headers, timeout=WAIT_S) as reply:

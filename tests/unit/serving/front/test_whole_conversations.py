@@ -1,4 +1,4 @@
-"""Clients that send all that was said each time: what they mean is done, and it costs what is new."""
+"""Clients that send the whole conversation each time: their turns do what they mean, and cost only what is new."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tokens_of(messages: list[dict[str, Any]]) -> list[int]:
 async def ask(
     client: httpx.AsyncClient, messages: list[dict[str, Any]], session: str | None = None, **headers: str
 ) -> dict[str, Any]:
-    """The reply, checked to be that of a server that knows of no session."""
+    """Sends the messages. Checks that the reply equals that of a server that knows no session."""
     reply = await sent(client, messages, session, **headers)
     assert reply.status_code == 200, reply.text
     prompt = tokens_of(messages)
@@ -69,14 +69,14 @@ def cached(reply: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("session", [None, "named"])
 async def test_a_turn_with_its_whole_history_costs_what_is_new(tmp_path: Path, session: str | None) -> None:
-    """With the header the history was appended to itself: 41, 123, 235 prompt tokens where 41, 74, 104 are right."""
+    """With the header the history used to be appended to itself: 41, 123, 235 prompt tokens in place of 41, 74, 104."""
     async with local_client(tmp_path) as (client, _):
         messages = [RULES]
         held = 0
         for turn in range(6):
             messages.append(user(f"question {turn}"))
             reply = await ask(client, messages, session)
-            # Of the answer all but its last token has KV; the null model's text may be tokenized otherwise.
+            # All tokens of the answer but the last have KV. The null model's text may be tokenized differently.
             if turn > 1:
                 assert cached(reply) >= held
             held = reply["usage"]["prompt_tokens"]
@@ -109,7 +109,8 @@ async def test_what_was_said_is_not_rendered_again(tmp_path: Path, monkeypatch: 
 async def test_a_long_history_does_not_wait_behind_long_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: str | None
 ) -> None:
-    """A conversation was long by all that was said, however short its new part: it waited for a thread."""
+    """A conversation used to count as long by all that was said, however short its new part was, so it waited for a
+    thread."""
     monkeypatch.setattr(turn_request, "LONG_PROMPT", 240)
     monkeypatch.setattr(turn_request, "VALUE_WEIGHT", 1)
     worked_on: list[bool] = []

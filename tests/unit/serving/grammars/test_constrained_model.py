@@ -1,4 +1,4 @@
-"""The embedded model held to schemas and regular expressions: what it says always fits."""
+"""The embedded model under schemas and regular expressions: its output always fits."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class ModelRig(Rig):
         self._names = count()
 
     def say(self, *asked: dict[str, Any]) -> list[Outcome]:
-        """Side by side."""
+        """Runs these requests side by side."""
         specs = [
             request(f"r{next(self._names)}", options.pop("prompt", PROMPT), **options) for options in asked
         ]
@@ -119,7 +119,7 @@ def test_every_finished_output_fits_its_schema(model: ModelRig, wanted: dict[str
 
 
 def test_greedy_is_the_best_of_what_is_allowed(model: ModelRig) -> None:
-    """Against transformers, with the mask laid over its logits by hand."""
+    """The reference is transformers, with the mask laid over its logits by hand."""
     reference = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     expected: list[int] = []
     walk = constraint(PERSON)
@@ -140,7 +140,7 @@ def test_greedy_is_the_best_of_what_is_allowed(model: ModelRig) -> None:
 
 
 def test_log_probabilities_are_the_models_own(model: ModelRig) -> None:
-    """Of a first token that the model would hardly say."""
+    """The first token is one that the model by itself would hardly pick."""
     wants = {"sampling": greedy(3), "logprobs": LogprobParams(output=True, top=3)}
     free, held = model.say(wants.copy(), {**wants, "constraint": regex("[0-9]{3}")})
     assert dict(held.logprobs[0].top) == pytest.approx(dict(free.logprobs[0].top), abs=1e-4)
@@ -159,7 +159,7 @@ def test_resumed_it_goes_on_in_the_middle(model: ModelRig) -> None:
 
 
 def test_the_turn_after_it_finds_its_kv(model: ModelRig) -> None:
-    """A constrained turn, and a free one: the same as the whole history given at once."""
+    """A constrained turn and a free turn give the same as the whole history in one request."""
     wants = {"prompt": PROMPT, "session_id": "s", "sampling": greedy(300)}
     (first,) = model.say({**wants, "constraint": constraint(PERSON)})
     assert first.reason is FinishReason.STOP

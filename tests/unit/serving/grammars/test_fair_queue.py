@@ -1,4 +1,4 @@
-"""Tenants take turns, nobody waits for a place that is free, and whoever leaves leaves nothing."""
+"""Tenants take turns, nobody waits while a place is free, and a caller that leaves keeps no place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ async def settle() -> None:
 
 
 async def test_a_tenant_waits_for_one_of_another_and_not_for_all() -> None:
-    """Distinct hard schemas of one tenant took 4 to 7 s each, and everybody's waited behind all of them."""
+    """Distinct hard schemas of one tenant took 4 to 7 s each, and the schemas of all other tenants waited behind
+    them."""
     queue, order = FairQueue("things", most=99, most_of_tenant=99), list[str]()
 
     async def work(name: str) -> None:

@@ -1,4 +1,4 @@
-"""The process that tries grammars: what ends it costs that grammar alone, and it ends with whoever has it."""
+"""The process that tries grammars: what ends the process fails only that grammar, and it ends with its owner."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_ends_it_costs_that_grammar_alone(trial: GrammarTrial) -> None:
 
 
 def freeze(pid: int) -> None:
-    """A signal takes effect a moment after it was sent: until then an answer may come."""
+    """Stops the process and waits until it stands still: a signal takes a moment, and an answer could still come."""
     os.kill(pid, signal.SIGSTOP)
     while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
         time.sleep(0.001)
@@ -68,7 +68,7 @@ def test_one_that_died_in_between_is_replaced(trial: GrammarTrial) -> None:
 def test_a_frozen_one_is_not_waited_for_without_end(
     trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch, constraint: OutputConstraint
 ) -> None:
-    """Nor does it say anything of the grammar. The second is larger than a pipe."""
+    """A frozen process does not count against the grammar. The second grammar is larger than a pipe's buffer."""
     assert trial.refusal(GOOD) is None
     freeze(pid_of(trial))
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Constraints made of schemas and regular expressions: what they allow, what is refused, and what is kept of them."""
+"""Constraints from schemas and regular expressions: what they allow, what is refused, and what is kept of them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_where_it_may_end_and_may_go_on() -> None:
 
 @pytest.mark.parametrize("pattern", ["[a-c]{2,4}x?", "(yes|no|perhaps)", "[0-9]+\\.[0-9]{2}", "a|ab|abc"])
 def test_just_the_tokens_that_leave_a_way_on_are_allowed(pattern: str) -> None:
-    """By trying every token against every text that the expression matches and is short enough."""
+    """The expected tokens come from trying every token as the beginning of a matching text."""
     words = {
         "[a-c]{2,4}x?": lambda text: re.fullmatch("[a-c]{1,4}|[a-c]{2,4}x", text),
         "(yes|no|perhaps)": lambda text: any(word.startswith(text) for word in ("yes", "no", "perhaps")),
@@ -206,8 +206,8 @@ def test_the_last_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_lexer_that_others_have_filled_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of a grammar share its lexer and the limit of its states: turns that came before must not fail those
-    that come."""
+    """Copies of a grammar share its lexer and the limit of the lexer's states. Earlier turns must not use it up for
+    later ones."""
     monkeypatch.setattr(grammars, "LIMITS", grammars.LLParserLimits(max_lexer_states=3000))
     by, wanted = compiler(), regex("(a|b)*a(a|b){25}")
     generator = np.random.default_rng(1)
@@ -225,7 +225,8 @@ def test_a_lexer_that_others_have_filled_is_made_anew(monkeypatch: pytest.Monkey
 @settings(max_examples=120, deadline=None)
 @given(schemas(), st.integers(0, 2**32))
 def test_whatever_is_allowed_fits_the_schema(wanted: dict[str, object], seed: int) -> None:
-    """A walk without a model. The end is taken at the first chance; numbers alone could go on for ever."""
+    """A random walk without a model. After 20 tokens it ends at the first chance, because numbers alone could go on
+    forever."""
     constraint, generator, out = begun(schema(wanted)), np.random.default_rng(seed), []
     while not constraint.complete and not (constraint.may_end and len(out) > 20):
         out.append(int(generator.choice(allowed_ids(constraint))))
@@ -242,7 +243,7 @@ def meeting(patterns: int) -> dict[str, object]:
 
 
 def in_a_row(patterns: int) -> dict[str, object]:
-    """Each refers to the next, and has a pattern beside that."""
+    """Schemas that each refer to the next and have a pattern as well."""
     chain = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}", "pattern": f".*{n}"} for n in range(patterns)}
     return {"$defs": chain | {f"d{patterns}": {"type": "string"}}, "$ref": "#/$defs/d0"}
 
@@ -254,7 +255,7 @@ def in_properties(patterns: int) -> dict[str, object]:
 
 
 def in_circles(patterns: int) -> dict[str, object]:
-    """Each leads back to itself by way of what they all have in common."""
+    """Schemas that each lead back to themselves through a schema that they have in common."""
     ways = {
         f"way{n}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{n}"}}} for n in range(patterns)
     }
@@ -285,7 +286,7 @@ FAR = {"$id": "http://a.b/c", "allOf": [{"$ref": "#/$defs/far"}], "$defs": {"far
     ],
 )
 def test_what_takes_too_much_is_refused(wanted: object) -> None:
-    """Each took the compiler minutes, all memory, or the process; every other constrained turn waited."""
+    """Each of these took the compiler minutes, all memory or the process, and every other constrained turn waited."""
     assert TOO_MUCH in refused(schema(wanted)).message
     assert allowed_ids(begun(schema({"const": json.dumps(wanted)[:20]}))), "the next one is not held up"
 
@@ -319,7 +320,7 @@ def test_patterns_that_do_not_meet_and_usual_divisors_are_taken(wanted: object) 
     [schema({"enum": ["<|im_end|>"]}), regex("<\\|im_end\\|>x"), schema({"const": {"<|bos|>": "</s>"}})],
 )
 def test_a_control_tokens_name_is_text_like_any_other(wanted: OutputConstraint) -> None:
-    """It was taken for the token, which is never allowed: the turn failed."""
+    """Such a text used to be taken for the control token, which is never allowed, so the turn failed."""
     constraint, out = begun(wanted), []
     while not constraint.complete:
         out.append(max(allowed_ids(constraint), key=lambda token_id: len(text_of(TEXT, token_id))))
@@ -328,7 +329,8 @@ def test_a_control_tokens_name_is_text_like_any_other(wanted: OutputConstraint) 
 
 
 def test_a_token_of_a_long_text_costs_what_one_of_a_short_text_does() -> None:
-    """All of what had to follow was tokenized again at each: 10 ms of the engine's thread, for every other turn."""
+    """All of the remaining text used to be tokenized again at each token. This took 10 ms of the engine's thread, which
+    every other turn waited for."""
     costs = []
     for length in (60, 60_000):
         constraint, spent = begun(schema({"const": "x" * length})), []
@@ -342,7 +344,7 @@ def test_a_token_of_a_long_text_costs_what_one_of_a_short_text_does() -> None:
 
 
 def test_a_huge_expression_is_followed() -> None:
-    """Its first token took 0.4 s, in which no other turn went on; then it failed."""
+    """Its first token used to take 0.4 s, in which no other turn went on. Then it failed."""
     constraint = begun(regex("日{100000}"))
     for _ in range(9):
         constraint.accept(allowed_ids(constraint)[0])
@@ -353,7 +355,7 @@ def test_five_thousand_choices_are_not_too_many() -> None:
 
 
 async def test_what_is_known_does_not_wait_for_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each new schema was tried and compiled in one line with everybody's: four to seven seconds for hard ones."""
+    """All new schemas used to be tried and compiled in one line. A hard schema took four to seven seconds."""
     by, go_on = compiler(), threading.Event()
     await by.compile(schema(PERSON))
     refusal = GrammarTrial.refusal

@@ -1,4 +1,4 @@
-"""Calls of strict functions in a free answer: where they begin to be held, to what, and where they are not."""
+"""Calls of strict functions in a free answer: where the constraint begins to hold, to what, and where it does not."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ HEADS: dict[FormatName, str] = {
     "gpt_oss": "<|channel|>commentary to=functions.",
     "pythonic": "<|python_start|>[g",
 }
-"""What begins a call, for certain."""
+"""Texts that certainly begin a call."""
 TALK: dict[FormatName, list[str]] = {
     "hermes": ["`<tool_call>` tag", "<tool_call>[", "<tool", "{", "<tool_call> (1)"],
     "llama3": ["`<|python_tag|>`", "<|python_tag|>print(1)", ' {"name": "get_weather"'],
@@ -71,7 +71,7 @@ TALK: dict[FormatName, list[str]] = {
     "pythonic": ["`<|python_start|>`", "<|python_start|>print(1)", "[get_weather(", "<|python_start|>[1]"],
     "gpt_oss": ["to=functions.get_weather", "<|channel|>final<|message|>to=functions.get_weather", "<|end|>"],
 }
-"""What begins none."""
+"""Texts that begin no call."""
 
 
 @cache
@@ -118,7 +118,7 @@ def ids_of(made: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 
 def say(constraint: StrictCallsConstraint, ids: list[int]) -> list[bool]:
-    """Whether it holds after each of the tokens, which nothing holds the model to."""
+    """Whether the constraint holds after each of these tokens. It must not hold before any of them."""
     held = []
     for token_id in ids:
         assert not constraint.holds
@@ -128,7 +128,7 @@ def say(constraint: StrictCallsConstraint, ids: list[int]) -> list[bool]:
 
 
 def any_call(constraint: StrictCallsConstraint, chance: random.Random) -> list[int]:
-    """Anything that is allowed, as long as something is held."""
+    """Random allowed tokens, as long as the constraint holds."""
     ids: list[int] = []
     while constraint.holds:
         mask_V = np.unpackbits(np.frombuffer(constraint.allowed(), np.uint8), bitorder="little")
@@ -138,7 +138,7 @@ def any_call(constraint: StrictCallsConstraint, chance: random.Random) -> list[i
 
 
 def told(made: PreTrainedTokenizerFast, name: FormatName, ids: list[int]) -> list[Piece]:
-    """What the client of an answer of these tokens is told."""
+    """What the client gets of an answer with these tokens."""
     text = TextProcessor(made, vocab_size=len(made), max_context_len=1000)
     shown = text.output_text(shown=tool_format(name).shown_tokens).push(ids)
     parser = answer_parser(name, FUNCTIONS, None, inside=False)
@@ -200,7 +200,7 @@ def test_an_answer_that_makes_no_call_is_never_held(name: FormatName, special: b
 
 
 def test_most_tokens_of_an_answer_cost_a_look() -> None:
-    """Nothing is kept of tokens that begin no mark."""
+    """The constraint keeps nothing of tokens that begin no mark."""
     made = tokenizer("hermes", special=True)
     constraint = begun(made, "hermes")
     loud = constraint._calls.opening.loud
@@ -264,7 +264,8 @@ def test_what_a_thought_has_is_no_call(name: FormatName, special: bool) -> None:
 
 
 def test_what_a_function_is_not_called_holds_nothing() -> None:
-    """It is the client's to find out that there is none; a strict one is not called by its arguments."""
+    """The client has to find out that there is no such function. A strict function is recognized by its name, not by
+    its arguments."""
     made = tokenizer("glm45", special=True)
     constraint = begun(made, "glm45")
     assert not any(say(constraint, ids_of(made, "<tool_call>unknown\n<arg_key>a</arg_key>")))

@@ -1,4 +1,4 @@
-"""Real calls over HTTP, and what is logged of them, as Ray Serve's JSON has it."""
+"""Real calls over HTTP, and their log records in the JSON of Ray Serve."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ServeLog:
 
 @pytest.fixture
 def log() -> Iterator[ServeLog]:
-    """As Ray Serve sets its logger up in a replica's process, but for the file."""
+    """Ray Serve's logger, set up as in a replica's process, but without a file."""
     serve_logger = logging.getLogger(SERVE_LOGGER)
     ours = [logging.getLogger(name) for name in OURS]
     before = [
@@ -176,7 +176,7 @@ async def test_replies_have_the_requests_id(tmp_path: Path) -> None:
 
 
 async def test_ray_serve_tells_it_where_it_answers(tmp_path: Path) -> None:
-    """Twice the same header would be there."""
+    """Ray Serve adds this header itself, so it would be there twice."""
     async with local_service(tmp_path) as service:
         app = create_http_app(lambda: service, recorder=Recorder(tells_id=False))
         assert "x-request-id" not in (await client_of(app).get("/health")).headers

@@ -1,4 +1,4 @@
-"""The policy: as many replicas as have the turns and their KV within the targets, and fewer only with a margin."""
+"""The policy asks for enough replicas to keep turns and KV within the targets. It asks for fewer only with a margin."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def kv(*shares: float) -> list[ReplicaLoad | None]:
         (turns(10.5), 1, 2),
         (turns(35), 1, 4),
         (turns(30, 0), 2, 3),
-        (turns(14, 2), 2, 2),  # uneven: that is for rebalancing
+        (turns(14, 2), 2, 2),  # uneven load is a matter of rebalancing
         (kv(0.8), 1, 1),
         (kv(0.9), 1, 2),
         (kv(3.0, 0.1), 2, 4),
-        ([ReplicaLoad(11, 0.1)], 1, 2),  # the greater pressure of the two
+        ([ReplicaLoad(11, 0.1)], 1, 2),  # the greater of the two pressures counts
         ([ReplicaLoad(1, 1.7)], 1, 3),
     ],
 )
@@ -57,11 +57,11 @@ def test_more_replicas_as_turns_or_kv_need_them(
     ("loads", "current", "needed"),
     [
         (turns(4, 4), 2, 1),
-        (turns(4.5, 4.5), 2, 2),  # one would have 9 of 10: more than the margin allows
+        (turns(4.5, 4.5), 2, 2),  # one replica would have 9 of 10, more than the margin allows
         (kv(0.3, 0.3), 2, 1),
         (kv(0.4, 0.3), 2, 2),
-        ([ReplicaLoad(1, 0.6), ReplicaLoad(1, 0.6), ReplicaLoad(1, 0)], 3, 2),  # KV needs two
-        (turns(0, 0, 0), 3, 1),  # never none
+        ([ReplicaLoad(1, 0.6), ReplicaLoad(1, 0.6), ReplicaLoad(1, 0)], 3, 2),  # KV needs two replicas
+        (turns(0, 0, 0), 3, 1),  # at least one replica stays
     ],
 )
 def test_fewer_only_with_a_margin(loads: list[ReplicaLoad | None], current: int, needed: int) -> None:
@@ -69,7 +69,7 @@ def test_fewer_only_with_a_margin(loads: list[ReplicaLoad | None], current: int,
 
 
 def test_no_load_makes_the_number_go_to_and_fro() -> None:
-    """For each load there is a number at which it stays, whatever the number was."""
+    """For each load there is a number of replicas that does not change again, whatever the number was before."""
     for load in range(60):
         for before in range(1, 8):
             after = needed_replicas(turns(load), TARGET, before)
@@ -91,7 +91,7 @@ def test_replicas_that_are_still_starting_count_as_there() -> None:
 
 
 def context(reports: Sequence[dict[str, float]], *, target: int, requests: float = 0.0) -> AutoscalingContext:
-    """What Serve shows a policy: `requests` are its own count, of which feeds are a part."""
+    """What Serve gives a policy. `requests` is Serve's own count, which includes streams to ingresses."""
     replicas = [ReplicaID(str(number), DEPLOYMENT) for number in range(len(reports))]
     metrics: dict[str, dict[ReplicaID, float]] = {}
     for replica, report in zip(replicas, reports, strict=True):
@@ -119,7 +119,7 @@ def context(reports: Sequence[dict[str, float]], *, target: int, requests: float
 
 
 def test_serve_s_own_count_of_requests_is_not_looked_at() -> None:
-    """A stream from a replica to an ingress is a request to Serve, too."""
+    """Serve also counts a stream from a replica to an ingress as a request."""
     policy = LoadPolicy(target_turns_in_flight=2, target_kv_utilization=0.8)
     idle = [IDLE.stats(), IDLE.stats()]
     assert policy(context(idle, target=2, requests=100)) == (1, {})
@@ -133,7 +133,8 @@ def test_a_replica_that_has_not_reported_is_not_taken_for_an_idle_one() -> None:
 
 
 def test_the_policy_runs_where_the_project_is_not() -> None:
-    """Ray Serve's controller was started by whoever came first; it gets the policy pickled with its module."""
+    """Ray Serve's controller may have been started without the project on its path. It gets the policy pickled with its
+    module."""
     policy = AutoscalingPolicy(
         policy_function="serving.replica.autoscaling_policy:LoadPolicy",
         policy_kwargs={"target_turns_in_flight": 2.0, "target_kv_utilization": 0.5},

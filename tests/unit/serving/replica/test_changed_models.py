@@ -1,4 +1,4 @@
-"""Sessions after a change of the model: gone on with where their tokens mean the same, else refused by name."""
+"""Sessions after a change of the model: they go on if their tokens mean the same, else they are refused by name."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def changed(**parts: str | None) -> ServedModel:
 
 
 async def begin(rig: Rig) -> list[int]:
-    """A turn of session "s" on that replica; returns the history."""
+    """Runs a turn of session "s" on `rig`. Returns the history."""
     epoch = rig.open_session("s")
     output = tokens_of(await rig.run(call([1, 2, 3], "s"), epoch))
     return [1, 2, 3, *output]
 
 
 async def go_on(rig: Rig, former: Rig) -> list[TurnEvent]:
-    """The session's next turn, once its replica is gone and the other one has come in its place."""
+    """Runs the session's next turn on `rig`, which has taken the place of the lost replica `former`."""
     cluster = former.controller.cluster
     cluster.report_unreachable(former.replica_id, True)
     cluster.register_replica(rig.host.status())
@@ -53,7 +53,7 @@ async def test_a_session_goes_on_with_another_model_of_its_tokenizer(
 
 
 async def test_a_session_of_another_tokenizer_is_refused_by_name_and_stays(tmp_path: Path) -> None:
-    """It was answered with what other tokens of the same numbers said."""
+    """Such a session used to get an answer to a text that nobody wrote: the same ids meant other tokens."""
     async with running_rig(tmp_path, model=MODEL) as former:
         history = await begin(former)
         cluster = former.controller.cluster
@@ -74,7 +74,8 @@ async def test_a_session_of_another_tokenizer_is_refused_by_name_and_stays(tmp_p
 
 
 async def test_ids_outside_the_vocabulary_never_reach_the_model(tmp_path: Path) -> None:
-    """A log whose model nobody wrote down may be anything's; on a GPU such an id ends the device, for all."""
+    """The history of a log without a recorded model may come from any model. On a GPU such an id breaks the device for
+    all."""
     async with running_rig(tmp_path) as rig:
         epoch = rig.open_session("s")
         tokens = encode_tokens([1, VOCAB_SIZE])

@@ -1,4 +1,4 @@
-"""Constrained turns on a replica: in sessions, under a key, begun elsewhere, and refused without a trace."""
+"""Constrained turns on a replica: in sessions, with a key, resumed elsewhere, and refused without a trace."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_a_constrained_turn_is_a_turn_like_any_other(tmp_path: Path) -> No
 
 
 async def test_what_cannot_be_enforced_changes_nothing_of_the_session(tmp_path: Path) -> None:
-    """Not even the KV behind the place to which the turn would have rewound it."""
+    """This includes the KV past the place to which the turn would have rewound the session."""
     async with running_rig(tmp_path, text=TEXT) as rig:
         epoch = rig.open_session("s")
         first = (await rig.run(call([5, 6, 7], "s"), epoch))[-1]
@@ -76,7 +76,7 @@ async def test_a_key_stands_for_one_constraint(tmp_path: Path) -> None:
 
 
 async def test_begun_elsewhere_it_goes_on_in_the_middle(tmp_path: Path) -> None:
-    """At a replica that has never seen its grammar."""
+    """The second replica has never seen the turn's grammar."""
     async with running_rig(tmp_path / "a", text=TEXT) as rig:
         whole = await rig.run(held([8, 9]))
     tokens = tokens_of(whole)

@@ -1,4 +1,4 @@
-"""A replica that is to go hands its sessions over between turns, and ends those that it has."""
+"""A draining replica hands its sessions over between turns, and lets its turns in flight end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST = [1, 2, 3]
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Failover]:
-    """Replica "a" has session "s" with a turn in its history; "b" has nothing."""
+    """Two replicas: "a" has session "s" with a turn in its history, "b" has nothing."""
     async with running_failover(tmp_path) as failover:
         for rig in failover.rigs:
             rig.runner.step_s = 0.0
@@ -34,7 +34,7 @@ def owner(served: Failover, session_id: str = "s") -> tuple[str, int]:
 
 
 async def drain(served: Failover) -> None:
-    """ "a" is to go."""
+    """Lets replica "a" drain."""
     await served.rigs[0].host.drain()
 
 
@@ -51,7 +51,7 @@ async def test_idle_sessions_are_handed_over_with_nothing_left_behind(served: Fa
 
 
 async def test_a_turn_that_comes_before_is_run_elsewhere(served: Failover) -> None:
-    """Also through an ingress that remembers the owner: the owner itself lets go."""
+    """It also works through an ingress that remembers the owner, because the owner itself lets the session go."""
     await drain(served)
     event = await served.turn(call([4], "s"))
     assert event.error is None
@@ -60,7 +60,7 @@ async def test_a_turn_that_comes_before_is_run_elsewhere(served: Failover) -> No
 
 
 async def test_a_turn_that_comes_while_its_session_is_handed_over_waits(served: Failover) -> None:
-    """It was 409 turn_in_flight."""
+    """Such a turn used to be refused with 409 turn_in_flight."""
     await drain(served)
     served.controller.gate.clear()
     handing_over = asyncio.create_task(served.rigs[0].host.hand_over())
@@ -129,12 +129,13 @@ async def test_an_operators_drain_empties_it_for_good(served: Failover) -> None:
 
 
 async def test_a_drain_whose_answer_is_lost_is_heard_of_with_a_heartbeat(served: Failover) -> None:
-    """The controller gave it no session any more, and nothing ended it: it stayed so for ever."""
+    """The controller used to give such a replica no sessions, but nothing emptied it, so it stayed like that
+    forever."""
     host = served.rigs[0].host
     served.controller.failures["drain_replica"] = [NoAnswer("cut off")]
     with pytest.raises(NoAnswer):
         await host.drain()
-    served.cluster.drain_replica("a")  # the call had arrived
+    served.cluster.drain_replica("a")  # the call had arrived, only its answer was lost
     await host.heartbeat()
     await host.hand_over()
     assert host.emptied
@@ -145,14 +146,14 @@ async def test_a_drain_is_refused_where_nobody_else_is(served: Failover) -> None
     with pytest.raises(NoReplica):
         await served.rigs[0].host.drain()
     await served.rigs[0].host.heartbeat()
-    await served.rigs[0].host.offer("s", 1)  # it does not drain: nothing is offered
+    await served.rigs[0].host.offer("s", 1)  # "a" does not drain, so nothing is offered
 
 
 @pytest.mark.parametrize("first", ["close", "move"])
 async def test_a_close_that_comes_while_a_session_is_handed_over_is_carried_out(
     served: Failover, first: str
 ) -> None:
-    """Or goes to the next owner, where the ingress asks then."""
+    """If the move comes first, the close goes to the next owner: the ingress asks there then."""
     host = served.rigs[0].host
     await drain(served)
     served.controller.gate.clear()
@@ -171,8 +172,8 @@ async def test_a_close_that_comes_while_a_session_is_handed_over_is_carried_out(
 
 @pytest.mark.parametrize("stale", [False, True])
 async def test_a_heartbeat_does_not_wait_for_the_engines_step(served: Failover, stale: bool) -> None:
-    """It took as long as the step, or ten seconds: a slow step looked like death. So it did where it dropped a session
-    that is not owned here any more (simulated seed 22701 of 10 turns)."""
+    """A heartbeat used to take as long as the step, or ten seconds, so a slow step looked like a dead replica. The same
+    happened where a heartbeat dropped a session that this replica no longer owns (simulated seed 22701 of 10 turns)."""
     a = served.rigs[0]
     if stale:
         served.cluster.close_session("s")

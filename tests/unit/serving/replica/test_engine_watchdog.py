@@ -1,5 +1,5 @@
-"""A step that takes long is no fault, and the heartbeat says how old it is. One that does not end is: the replica is
-taken out of use, and its turns go on elsewhere."""
+"""A long step is no fault, and the heartbeat tells its age. If a step never ends, the replica is taken out of use and
+its turns go on elsewhere."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_a_slow_step_is_no_fault(tmp_path: Path) -> None:
 
 
 async def test_a_step_that_hangs_takes_the_replica_out_of_use(tmp_path: Path) -> None:
-    """Its turns waited until Serve had killed it, and the controller placed sessions there meanwhile."""
+    """Its turns used to wait until Serve killed the replica, and meanwhile the controller placed new sessions there."""
     async with running_rig(tmp_path) as rig:
         epoch = rig.open_session("s")
         rig.runner.hold()

@@ -1,4 +1,5 @@
-"""Forks on one replica and over HTTP: whole or not at all, sharing KV, in any order, whatever fails meanwhile."""
+"""Forks on one replica and over HTTP: they happen whole or not at all, share KV, work in any order and survive
+failures."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
 
 async def say(rig: Rig, session_id: str, history: list[int], new: list[int]) -> int:
-    """A turn, checked against the whole history and added to it; gives the tokens whose KV was there."""
+    """Runs a turn, checks it against the whole history and adds it to the history. Returns how many tokens had KV."""
     epoch = rig.controller.cluster.resolve(session_id, False, "").epoch
     events = await rig.run(call(new, session_id), epoch)
     assert events[-1].error is None, events[-1]
@@ -38,7 +39,7 @@ async def say(rig: Rig, session_id: str, history: list[int], new: list[int]) -> 
 
 
 async def parent(rig: Rig, num_tokens: int = 40) -> list[int]:
-    """Session "p" after one turn."""
+    """Opens session "p" and runs one turn in it. Returns its history."""
     rig.open_session("p")
     history: list[int] = []
     await say(rig, "p", history, list(range(1, num_tokens + 1)))
@@ -86,7 +87,7 @@ async def test_many_forks_share_the_pages_of_a_long_prefix(rig: Rig) -> None:
     before = await rig.pages()
     for index in range(16):
         await rig.host.fork("p", 1, ForkOrder(f"c{index}", f"k{index}"))
-    # One copied part-filled page each; 16 copies of the prefix would take 1,600.
+    # Each child has one copied page, which is partly full. 16 copies of the prefix would take 1,600 pages.
     assert 0 < before.free - (await rig.pages()).free <= 16
 
 
@@ -199,7 +200,7 @@ async def test_an_engine_that_cannot_share_costs_time_only(rig: Rig, monkeypatch
 
 
 async def test_a_replica_that_dies_midway_leaves_the_child_in_the_log(rig: Rig) -> None:
-    """The log has the child, the replica is gone: whoever owns it next has the whole history."""
+    """The log has the child and the replica is gone. The next owner still gets the whole history."""
     history = await parent(rig)
     cluster = rig.controller.cluster
     cluster.fork_session("p", 1, REPLICA_ID, ForkOrder("c", "k", 30))

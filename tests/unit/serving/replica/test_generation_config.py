@@ -78,7 +78,7 @@ async def test_they_are_taken_where_a_request_says_nothing(tmp_path: Path) -> No
 async def test_messages_and_responses_take_them_too(
     tmp_path: Path, path: str, asked: dict[str, Any], limit: str
 ) -> None:
-    """Messages had defaults of their own."""
+    """The Messages API used to have defaults of its own."""
     async with local_client(tmp_path) as (client, service):
         service.model = replace(MODEL, sampling=SamplingDefaults(0.7, 0.8, 20, 0.1, 1.05, max_new_tokens=9))
         for said, expected in (

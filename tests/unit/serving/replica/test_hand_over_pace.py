@@ -1,4 +1,4 @@
-"""A replica that drains lets sessions in use go one at a time, so that none waits for the histories of the others."""
+"""A draining replica hands over sessions in use one at a time, so that none waits while the others' histories load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HISTORY = [1, 2, *null_generate([1, 2], 8, VOCAB_SIZE)]
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -37,20 +37,20 @@ def clock() -> Clock:
 
 @pytest.fixture(autouse=True)
 def in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the machine is that runs the test."""
+    """All sessions count as in use, however slow the machine is."""
     monkeypatch.setattr(session_host, "IN_USE_S", 3600.0)
 
 
 @pytest.fixture
 async def served(tmp_path: Path, clock: Clock) -> AsyncIterator[Failover]:
-    """Replica "a" is to go, and has three sessions with 10 tokens each; "b" has nothing."""
+    """Replica "a" drains and has three sessions with 10 tokens each; "b" has nothing."""
     pace = HandOverPace(clock, TOKENS_PER_S, WITHIN_S)
     async with running_failover(tmp_path, pace=pace) as failover:
         for rig in failover.rigs:
             rig.runner.step_s = 0.0
         *others, last = NAMES
         for name in others:
-            failover.rigs[0].open_session(name)  # nobody knows of "b" yet
+            failover.rigs[0].open_session(name)  # the controller does not know "b" yet
         failover.open_session(last)
         for name in NAMES:
             await failover.turn(call([1, 2], name))
@@ -62,12 +62,13 @@ async def served(tmp_path: Path, clock: Clock) -> AsyncIterator[Failover]:
 
 
 def owners(served: Failover) -> str:
-    """Of the three, in order."""
+    """The owners of the three sessions, in order."""
     return "".join(next(e.replica_id for e in served.cluster.sessions() if e.session_id == n) for n in NAMES)
 
 
 async def test_turns_that_begin_move_one_at_a_time(served: Failover, clock: Clock) -> None:
-    """All sessions moved with their next turns: at the new owner each waited for the histories of all others."""
+    """All sessions used to move with their next turns. At the new owner each turn then waited for the histories of all
+    other sessions."""
     for name in NAMES:
         event = await served.turn(call([4], name))
         assert list(event.token_ids) == null_generate([*HISTORY, 4], 8, VOCAB_SIZE)

@@ -1,5 +1,6 @@
-"""Faults that sessions elsewhere had, on one replica: turns that leave, overlap, wait or end after a close. Each test
-fails when its remedy is taken out. The numbers are those of SGLang's threads."""
+"""Known session faults of other servers, tried on one replica: turns that leave, overlap, wait or end after a close.
+Each test fails if the code that prevents the fault is taken out. The numbers are those of SGLang's issues and pull
+requests."""
 
 from __future__ import annotations
 
@@ -39,13 +40,13 @@ class Aborts:
 
 
 async def first_turn(rig: Rig, session_id: str = "s") -> tuple[int, list[int]]:
-    """The session's epoch and history."""
+    """Opens the session and runs a turn. Returns its epoch and its history."""
     epoch = rig.open_session(session_id)
     return epoch, [1, 2, *tokens_of(await rig.run(call([1, 2], session_id), epoch))]
 
 
 async def all_wait() -> None:
-    """Every task has come to where only the engine can bring it further."""
+    """Returns once every task waits for the engine."""
     for _ in range(100):
         await asyncio.sleep(0)
 
@@ -61,7 +62,7 @@ def error_code(events: list[TurnEvent]) -> str | None:
 async def test_the_next_turn_waits_while_the_one_that_its_client_left_is_ended(
     rig: Rig, key: str | None
 ) -> None:
-    """The engine is in a step and cannot end the turn yet. Nothing of it is in the session afterwards."""
+    """The engine is in a step and cannot end the left turn yet. In the end nothing of that turn is in the session."""
     epoch, history = await first_turn(rig)
     aborts = Aborts(rig)
     rig.runner.hold()
@@ -101,7 +102,7 @@ async def test_who_leaves_while_waiting_for_a_turn_to_end_leaves_nothing(rig: Ri
     await rig.books_are_empty()
 
 
-# A refused overlapping turn clears the mark of the one that runs (36503).
+# A refused overlapping turn clears the in-turn mark of the running turn (36503).
 
 
 async def test_turns_that_overlap_are_refused_for_as_long_as_the_first_one_lasts(rig: Rig) -> None:
@@ -119,7 +120,7 @@ async def test_turns_that_overlap_are_refused_for_as_long_as_the_first_one_lasts
     assert tokens_of(await rig.run(call([7], "s"), epoch)) == null_generate([*history, 7], 8, VOCAB_SIZE)
 
 
-# A turn that is aborted, left or timed out while it waits in the queue bricks its session (31765, 31767).
+# A turn that is aborted, left or timed out in the queue makes its session unusable (31765, 31767).
 
 
 @pytest.mark.parametrize("end", ["aborted", "left", "timed out", "closed"])
@@ -161,7 +162,7 @@ async def test_a_session_whose_turn_ended_in_the_queue_goes_on(tmp_path: Path, e
         await rig.books_are_empty()
 
 
-# A turn that ends after its session was closed marks pages, or the log, as the session's once more.
+# A turn that ends after its session was closed assigns pages, or the log, to the session again.
 
 
 @pytest.mark.parametrize("end", ["finished", "aborted", "left"])

@@ -1,4 +1,5 @@
-"""What the engine holds: by tenant, few of them by name; KV that nobody knows; and each walk over the pages counts."""
+"""What the watch reports of the engine's KV: shares by tenant, few of them by name; KV without a known session; and a
+count of all walks over the pages."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ async def test_an_orphan_is_one_in_two_looks(tmp_path: Path) -> None:
         await rig.kv_watch.look()
         await rig.kv_watch.look()
         assert rig.figure("kedge_orphaned_sessions") == 0
-        rig.sessions.drop("s")  # and nobody frees its KV
+        rig.sessions.drop("s")  # nobody frees the session's KV
         await rig.kv_watch.look()
         assert rig.figure("kedge_orphaned_sessions") == 0, "it may be on its way out"
         await rig.kv_watch.look()
@@ -62,14 +63,14 @@ async def test_each_walk_counts(tmp_path: Path) -> None:
     async with running_rig(tmp_path) as rig:
         report = await rig.kv_watch.audit()
         assert report.clean
-        await rig.kv_watch.look()  # the rig's walks are due at every look
+        await rig.kv_watch.look()  # in the rig a walk is due at every look
         assert rig.figure("kedge_audits_total", result="clean") == 2
         assert rig.figure("kedge_audit_timestamp_seconds") > 1.7e9
         rig.engine.abandon()
         with pytest.raises(EngineStopped):
             await rig.kv_watch.audit()
         assert rig.figure("kedge_audits_total", result="failed") == 1
-        await rig.kv_watch.look()  # is no reason to fail
+        await rig.kv_watch.look()  # must not raise
         assert rig.figure("kedge_audits_total", result="failed") == 2
 
 

@@ -1,4 +1,4 @@
-"""Deltas become events, with nothing lost; drafts are counted into the usage."""
+"""Deltas become events with nothing lost. Drafts count in the usage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def delta(index: int, *, finish: Finish | None = None, tokens: tuple[int, ...] =
 
 
 class Rig:
-    """A turn, and the events that it has emitted."""
+    """A turn and the events that it has emitted."""
 
     def __init__(self) -> None:
         text = small_text()
@@ -46,7 +46,7 @@ class Rig:
         self.live = LiveTurn(call([1]), "r", None, [1], self.events.append, text.output_text(), 0.0)
 
     def take(self, *deltas: TokenDelta) -> TurnEvent:
-        """What they say, as one event."""
+        """Takes the deltas and returns their events joined into one."""
         del self.events[:]
         for each in deltas:
             self.event_maker.take(self.live, each)
@@ -75,7 +75,8 @@ def test_one_that_ends_the_turn_and_one_that_says_nothing() -> None:
 
 
 def test_a_turn_whose_output_cannot_be_told_ends_in_an_error() -> None:
-    """It is taken on the way from the engine: no other's deltas may be lost with it, and it must not wait for ever."""
+    """The error occurs while deltas come from the engine. Deltas of other turns must not be lost, and this turn must
+    not wait forever."""
     rig = Rig()
     rig.live.output = None  # type: ignore[assignment]
     with pytest.raises(AttributeError):
@@ -140,7 +141,8 @@ def test_answers_logged_before_there_were_drafts() -> None:
 
 
 def test_too_many_log_probabilities_are_not_logged() -> None:
-    """Each took the replica's loop 4 us, and a scored context has 172,000: a log of 4 MB for one turn."""
+    """Each entry took the replica's loop 4 us. A scored context can have 172,000, which made 4 MB of log for one
+    turn."""
     beside = tuple((token_id, -1.5) for token_id in range(20))
     entry = TextLogprob(TokenLogprob(7, -0.5, beside), b"seven", (b"\xff",) * 20)
     most = MOST_LOGPROBS // 21
@@ -155,7 +157,8 @@ def test_too_many_log_probabilities_are_not_logged() -> None:
 
 
 async def test_drafts_reach_both_protocols(tmp_path: Path) -> None:
-    """The stand-in for a model hardly ever says what was said before: drafts are made, and turned down."""
+    """The stand-in model hardly ever repeats earlier tokens, so the proposer makes drafts and the model rejects
+    them."""
     speculation = SpeculationSettings("ngram", max_draft_tokens=4, ngram_size=1, row_cost=0.0)
     prompt = list(range(1, 450))
     async with running_rig(tmp_path, text=small_text(), speculation=speculation) as rig:

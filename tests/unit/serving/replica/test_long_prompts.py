@@ -1,4 +1,4 @@
-"""Long prompts are worked on beside the event loop, for so long and no longer."""
+"""A long prompt is encoded outside the event loop, for a limited time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LONG: list[Prompt] = [
 
 
 class Slow:
-    """A text processor that is busy until it is let go. `threads` are where it worked."""
+    """A text processor that is busy until `go_on` is set. `threads` are the threads on which it worked."""
 
     tokenizer = None
     tokenizer_hash = ""
@@ -60,7 +60,7 @@ async def rig(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("prompt", LONG)
 async def test_a_long_prompt_leaves_the_event_loop_free(rig: Rig, slow: Slow, prompt: Prompt) -> None:
-    """Arguments of the template were not counted: 31 MiB of them paused every stream for 5.5 s."""
+    """A template's arguments used not to count as prompt: 31 MiB of them paused every stream for 5.5 s."""
     builder = RequestBuilder(rig.engine, slow)  # type: ignore[arg-type]
     asked = call([5])
     building = asyncio.create_task(builder.place(_with(asked, prompt), None))

@@ -1,4 +1,5 @@
-"""A client leaves a turn and sends the next at once, which may come to the replica before word of its leaving."""
+"""A client leaves a turn and sends the next one at once. The next turn may reach the replica before it hears that the
+client has left."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
 
 async def in_flight(rig: Rig) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
-    """A turn that its client still reads, and the next one of the same session, which has come."""
+    """A turn that its client still reads, and the next turn of the same session, which has already come."""
     epoch = rig.open_session("s")
     rig.runner.hold()
     former = asyncio.create_task(rig.run(call(FIRST, "s", max_new_tokens=20), epoch))
@@ -36,7 +37,7 @@ async def in_flight(rig: Rig) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
 
 
 async def test_the_next_turn_waits_for_the_end_of_one_whose_client_leaves(rig: Rig) -> None:
-    """It was 409 turn_in_flight."""
+    """The next turn used to be refused with 409 turn_in_flight."""
     former, following = await in_flight(rig)
     former.cancel()
     rig.runner.go_on()
@@ -55,7 +56,7 @@ async def test_a_turn_beside_one_that_is_read_is_refused(rig: Rig, monkeypatch: 
 
 
 async def test_it_is_refused_also_if_that_one_is_answered_meanwhile(rig: Rig) -> None:
-    """The two were sent side by side: which of them comes first is not for chance to decide."""
+    """The client sent the two turns side by side. Chance must not decide which of them comes first."""
     former, following = await in_flight(rig)
     rig.runner.go_on()
     assert tokens_of(await former) == null_generate(FIRST, 20, VOCAB_SIZE)
@@ -65,7 +66,7 @@ async def test_it_is_refused_also_if_that_one_is_answered_meanwhile(rig: Rig) ->
 
 
 async def test_the_next_turn_follows_one_that_is_committed_though_its_client_has_left(rig: Rig) -> None:
-    """Its client does not wait for the last event; the commit takes a moment."""
+    """The client does not wait for the last event, and the commit takes a moment."""
     epoch = rig.open_session("s")
     await rig.run(call(FIRST, "s"), epoch)
     rig.controller.log.away = True

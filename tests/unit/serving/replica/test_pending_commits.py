@@ -1,4 +1,5 @@
-"""A finished turn waits, with its KV, for a session log that is away: it is committed once, or not said to be."""
+"""A finished turn waits, with its KV, while the session log is away. It is committed once, or not reported as
+committed."""
 
 from __future__ import annotations
 
@@ -25,20 +26,20 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
 
 async def held(rig: Rig, session_id: str) -> int:
-    """The epoch of a new session, which the replica has loaded."""
+    """Opens a session and loads it on the replica. Returns its epoch."""
     epoch = rig.open_session(session_id)
     await rig.host.hold(session_id, epoch)
     return epoch
 
 
 def turns_in_log(rig: Rig, session_id: str = "s") -> tuple[int, int]:
-    """Turns and tokens."""
+    """The session's numbers of turns and of tokens in the log."""
     record = rig.controller.log.load(session_id)
     return record.turns, record.num_tokens
 
 
 def told(rig: Rig, new: list[int], epoch: int, heard: list[int], **options: str) -> asyncio.Task[TurnEvent]:
-    """A turn of session "s" whose tokens go to `heard` as they come; gives its last event."""
+    """Runs a turn of session "s" in a task. Its tokens go to `heard` as they come. The task returns the last event."""
 
     async def listen() -> TurnEvent:
         async for event in rig.events(call(new, "s", **options), epoch):
@@ -49,7 +50,7 @@ def told(rig: Rig, new: list[int], epoch: int, heard: list[int], **options: str)
 
 
 async def test_a_finished_turn_waits_for_the_log_and_keeps_its_kv(rig: Rig) -> None:
-    """Eight streamed tokens became store_unavailable, and the session's KV was dropped."""
+    """Such a turn used to end in store_unavailable after eight streamed tokens, and the session's KV was dropped."""
     epoch = rig.open_session("s")
     history = [1, *tokens_of(await rig.run(call([1], "s"), epoch))]
     rig.controller.log.away = True
@@ -111,7 +112,7 @@ async def test_a_commit_whose_answer_was_lost_is_made_once(rig: Rig, failure: Ex
     "refusal", [StaleEpoch("moved"), SessionNotFound("closed"), IdempotencyConflict("another turn's")]
 )
 async def test_a_refusal_is_an_answer(rig: Rig, refusal: Exception) -> None:
-    """It is not told again, and nothing of the turn stays."""
+    """The refused commit is not tried again, and nothing of the turn stays."""
     epoch = rig.open_session("s")
     rig.controller.failures["commit_turn"] = [refusal]
     failed = (await rig.run(call([2], "s"), epoch))[-1].error
@@ -157,7 +158,7 @@ async def test_a_retry_after_a_client_that_left_is_answered_from_its_turn(rig: R
 
 
 async def test_a_turn_is_committed_though_its_client_leaves(rig: Rig) -> None:
-    """The log may have it by then: taking it back here would part the two."""
+    """The log may already have the turn. If the replica took it back, the replica and the log would disagree."""
     epoch = await held(rig, "s")
     rig.controller.log.away = True
     left = told(rig, [2], epoch, [])
@@ -193,7 +194,7 @@ async def test_a_close_waits_for_a_pending_commit(rig: Rig) -> None:
     turn = told(rig, [2], epoch, [])
     await rig.pending_commits(1)
     with pytest.raises(StoreError):
-        await rig.host.close("s")  # told as done, it could be forgotten
+        await rig.host.close("s")  # if this succeeded, the close could be lost
     rig.controller.log.away = False
     assert (await turn).finish is not None
     await rig.settled()

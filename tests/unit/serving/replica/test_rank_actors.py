@@ -1,4 +1,4 @@
-"""What Ray is asked for when a replica has several ranks."""
+"""The resources that a replica with several ranks asks Ray for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def args(size: int, model: dict[str, Any] | None = None, **replicas: Any) -> App
 
 
 def replica_config(application: Application) -> Any:
-    """Of the replicas' deployment, which the ingress is bound to."""
+    """The configuration of the replicas' deployment, to which the ingress is bound."""
     (bound,) = (arg for arg in application._bound_deployment.init_args if isinstance(arg, Application))
     return bound._bound_deployment._replica_config
 
@@ -33,7 +33,7 @@ def test_one_rank_needs_no_placement_group() -> None:
 
 
 def test_each_rank_has_a_bundle_with_all_it_needs() -> None:
-    """Ray Serve accepts it, and puts the replica into the first."""
+    """Ray Serve accepts these bundles and puts the replica into the first one."""
     config = replica_config(build(args(4, {"device": "cuda"}, num_cpus=2, num_gpus=1).model_dump()))
     assert config.placement_group_bundles == [{"CPU": 2, "GPU": 1}] * 4
     assert config.placement_group_strategy == "STRICT_PACK"
@@ -43,7 +43,7 @@ def test_each_rank_has_a_bundle_with_all_it_needs() -> None:
 
 
 def test_a_wrong_path_is_refused_before_any_replica_starts() -> None:
-    """In the words of `python -m serving.settings.config`."""
+    """The error has the same words as that of `python -m serving.settings.config`."""
     with pytest.raises(SettingsError, match=r"args\.model\.path: there is no directory '/no/such/model'"):
         build({"model": {"path": "/no/such/model"}})
 

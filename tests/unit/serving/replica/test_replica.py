@@ -1,4 +1,4 @@
-"""Turns on one replica: commit whole or leave no trace, whatever happens to the client, the log or the engine."""
+"""Turns on one replica commit whole or leave no trace, whatever happens to the client, the log or the engine."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_a_client_that_leaves_leaves_no_trace(rig: Rig) -> None:
 
 
 async def test_cancelled_at_any_moment(rig: Rig) -> None:
-    """A turn cancelled after any delay either committed or did not happen, and the session goes on."""
+    """A turn that is cancelled after any delay was either committed or did not happen. The session goes on."""
     epoch = rig.open_session("s")
     history: list[int] = []
     rig.runner.step_s = 0.001
@@ -356,7 +356,7 @@ async def test_engine_that_dies_answers_every_request(rig: Rig) -> None:
 
 
 async def test_outcomes_tell_faults_of_clients_from_those_of_the_engine(rig: Rig) -> None:
-    """An engine that refuses everything must not look like clients that send nonsense."""
+    """An engine that refuses everything must not look like clients that send bad requests."""
     epoch = rig.open_session("s")
     await rig.run(call([], "s"), epoch)
     assert rig.figure("kedge_turns_total", outcome="refused") == 1
@@ -403,7 +403,7 @@ async def test_each_refusal_of_the_engine_has_its_outcome(
 
 
 async def test_what_nobody_expected_is_a_fault_of_ours(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns that ended so were counted nowhere: a replica that did nothing else paged nobody."""
+    """Turns that ended in unexpected errors used to count nowhere. A replica with only such turns raised no alert."""
 
     def fail(_request: GenerateRequest) -> None:
         raise KeyError("planted")
@@ -458,7 +458,7 @@ async def test_figures_say_what_it_runs_on(rig: Rig) -> None:
 
 
 async def test_a_front_end_two_versions_away_is_refused_by_name(tmp_path: Path) -> None:
-    """What its call says might be misread."""
+    """Such a front end's call could be misread."""
     async with running_rig(tmp_path) as rig:
         epoch = rig.open_session("s")
         for version in (WIRE_VERSION - 2, WIRE_VERSION + 2):

@@ -1,4 +1,4 @@
-"""What a replica's heartbeats say of its sessions and their KV: what is new, and that soon."""
+"""What a replica's heartbeats report of its sessions and their KV: only what is new, and soon."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def entry(rig: Rig, session_id: str) -> LedgerEntry:
 
 
 def reports_of(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[SessionReport]:
-    """Those that the controller gets from now on."""
+    """The reports that the controller gets from now on."""
     reports: list[SessionReport] = []
     heartbeat = rig.controller.cluster.heartbeat
 
@@ -65,9 +65,7 @@ async def test_kv_that_the_engine_drops_is_reported(rig: Rig) -> None:
     """The session itself has not changed."""
     epoch = rig.open_session("s")
     await rig.run(call([1, 2, 3], "s"), epoch)
-    async with asyncio.timeout(
-        WAIT_S
-    ):  # a heartbeat does not wait for an engine that is slow to say what it has
+    async with asyncio.timeout(WAIT_S):  # a heartbeat does not wait for a slow engine
         while not entry(rig, "s").size_bytes:
             await rig.host.heartbeat()
         await asyncio.wrap_future(rig.engine.close_session("s"))
@@ -79,7 +77,7 @@ async def test_kv_that_the_engine_drops_is_reported(rig: Rig) -> None:
 async def test_the_engine_is_asked_the_less_often_the_more_sessions_it_looks_at(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each second it walked over all of them between two steps."""
+    """The engine used to walk over all sessions between two steps, each second."""
     epoch = rig.open_session("s")
     await rig.run(call([1, 2, 3], "s"), epoch)
     asked = 0

@@ -1,4 +1,4 @@
-"""A session that an operator moves goes between two turns, once, and says at its new owner what it would have said."""
+"""A session that an operator moves goes between two turns, and once. Its new owner gives the same answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIRST = [1, 2, 3]
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Failover]:
-    """Replica "a" has session "s" with a turn in its history; "b" has nothing."""
+    """Two replicas: "a" has session "s" with a turn in its history, "b" has nothing."""
     async with running_failover(tmp_path) as failover:
         for rig in failover.rigs:
             rig.runner.step_s = 0.0
@@ -184,7 +184,7 @@ async def test_an_answer_that_is_lost_moves_it_once(
 
 async def test_another_front_end_finds_it_again(served: Failover) -> None:
     await served.rigs[0].moves.move(_order("b"))
-    await next_turn_is_right(served)  # its dispatcher remembers "a"
+    await next_turn_is_right(served)  # the dispatcher still remembers "a"
     assert 'kedge_failovers_total{ingress="i"} 0.0' in served.metrics.render()
 
 

@@ -1,4 +1,4 @@
-"""KV of a history that the session no longer has is used by nobody, whatever becomes of the message that frees it."""
+"""No turn uses KV of a history that its session no longer has, whatever becomes of the message that frees this KV."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.serving.replica_rig import VOCAB_SIZE, Rig, call, local_controll
 
 
 class TwoOwners:
-    """Replicas "a" and "b" of one cluster, and session "s", which has been at "a"."""
+    """Replicas "a" and "b" of one cluster, and session "s", which begins at "a"."""
 
     def __init__(self, rigs: dict[str, Rig]) -> None:
         self.rigs = rigs
@@ -27,7 +27,7 @@ class TwoOwners:
         self.history: list[int] = []
 
     def move_to(self, name: str) -> Rig:
-        """The other one is lost to the cluster, which gives the session to this one."""
+        """Reports the other replica as lost, so that the controller gives the session to `name`."""
         for rig in self.rigs.values():
             self.cluster.register_replica(rig.host.status())
         (other,) = self.rigs.keys() - {name}
@@ -38,7 +38,8 @@ class TwoOwners:
         return self.rigs[name]
 
     async def say(self, rig: Rig, new: list[int], keep: int | None = None) -> int:
-        """A turn that must answer what a fresh request of the whole history does; returns how much KV it found."""
+        """Runs a turn, which must answer as a fresh request with the whole history does. Returns how much KV it
+        found."""
         events = await rig.run(call(new, "s", rewind_to=keep), self.epoch)
         prompt = [*self.history[:keep], *new]
         assert tokens_of(events) == null_generate(prompt, 8, VOCAB_SIZE), events[-1].error
@@ -64,7 +65,7 @@ async def owners(tmp_path: Path) -> AsyncIterator[TwoOwners]:
 
 
 def failing(reason: Exception | None) -> Any:
-    """An engine's close_session that frees nothing: it never answers, or with `reason`."""
+    """A close_session for an engine that frees nothing. It fails with `reason`; with None it never answers."""
 
     def close_session(_session_id: str) -> Future[None]:
         future: Future[None] = Future()
@@ -76,7 +77,8 @@ def failing(reason: Exception | None) -> Any:
 
 
 async def left_and_continued_elsewhere(owners: TwoOwners) -> Rig:
-    """A turn at "a", then "b" has the session rewound and continued; "a" still has KV of what was."""
+    """Runs a turn at "a". Then "b" rewinds and continues the session. "a" gets it back and still has KV of the old
+    history."""
     await owners.say(owners.rigs["a"], [1, 2, 3])
     await owners.say(owners.move_to("b"), [50, 51], keep=6)
     rig = owners.move_to("a")
@@ -85,7 +87,8 @@ async def left_and_continued_elsewhere(owners: TwoOwners) -> Rig:
 
 
 async def test_a_session_that_comes_during_a_step_is_submitted_in_it(owners: TwoOwners) -> None:
-    """Its turn waits for no KV to be freed: the engine does that ahead of it. It used to wait for the step."""
+    """The turn does not wait for stale KV to be freed, because the engine frees it before the turn. It used to wait for
+    the step."""
     rig = await left_and_continued_elsewhere(owners)
     rig.host._engine_timeout_s = 3600.0
     rig.runner.hold()
@@ -123,7 +126,7 @@ async def test_a_fork_shares_its_parent_s_kv_as_far_as_the_history_agrees(
 
 
 async def test_a_history_that_comes_back_as_it_was_finds_its_kv(owners: TwoOwners) -> None:
-    """Nobody else has had a turn meanwhile: what was not freed is still good."""
+    """No other replica has run a turn meanwhile, so the KV that was not freed is still right."""
     await owners.say(owners.rigs["a"], [1, 2, 3])
     owners.move_to("b")
     rig = owners.move_to("a")

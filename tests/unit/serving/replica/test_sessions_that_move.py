@@ -1,4 +1,4 @@
-"""A turn that begins at a crowded replica runs at a less busy one: exactly, once, and nothing stays behind."""
+"""A turn that begins at a crowded replica runs at a less busy one, exactly and once. Nothing stays behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.serving.replica_rig import VOCAB_SIZE, call
 
 
 class Crowd(Failover):
-    """Two replicas with a timer that only `crowd` moves; "a" has session "s"."""
+    """Two replicas and a timer that only `crowd` moves. "a" has session "s"."""
 
     def __init__(self, failover: Failover, time_s: list[float]) -> None:
         vars(self).update(vars(failover))
@@ -30,7 +30,7 @@ class Crowd(Failover):
         self.history: list[int] = []
 
     async def crowd(self) -> None:
-        """From now on "a" has been busy for long, and "b" idle; both know."""
+        """From now on "a" has been busy for long and "b" idle, and both know it."""
         for _ in range(60):
             self.time_s[0] += LATE_AFTER_S
             self.cluster.tick()
@@ -40,7 +40,7 @@ class Crowd(Failover):
             await rig.host.heartbeat()
 
     async def say(self, new: list[int], call: TurnCall | None = None) -> TurnEvent:
-        """A turn that must answer what a fresh request of the whole history does."""
+        """Runs a turn, which must answer as a fresh request with the whole history does."""
         event = await self.turn(call or turn_of(new))
         assert event.error is None, event
         assert list(event.token_ids) == null_generate(self.history + new, 8, VOCAB_SIZE)
@@ -53,7 +53,7 @@ class Crowd(Failover):
         return entry.replica_id, entry.epoch
 
     async def nothing_at(self, name: str) -> None:
-        """Neither turns, nor history, nor KV."""
+        """Checks that this replica has no turns, no history and no KV."""
         rig = self.replicas.rigs[name]
         assert rig.sessions.epoch("s") is None
         await rig.books_are_empty()
@@ -157,7 +157,7 @@ async def test_a_rewind_moves_too(crowd: Crowd) -> None:
 async def test_while_it_is_offered_no_other_turn_begins(
     crowd: Crowd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turn_runner, "OVERLAP_PATIENCE_S", 0.0)  # less than an offer may take
+    monkeypatch.setattr(turn_runner, "OVERLAP_PATIENCE_S", 0.0)  # shorter than an offer may take
     await crowd.crowd()
     crowd.controller.gate.clear()
     moving = asyncio.create_task(crowd.say([5]))
@@ -177,7 +177,7 @@ async def test_who_comes_as_it_moves_does_not_get_in_the_way(crowd: Crowd) -> No
     turns = crowd.rigs[0].turns
     first = asyncio.create_task(turns.run(turn_of([5]), 1, lambda _: None))
     await crowd.rigs[0].in_turn("s")
-    crowd.controller.gate.set()  # the offer is answered, and what comes next waits again
+    crowd.controller.gate.set()  # the offer is answered; later calls wait again
     crowd.controller.gate.clear()
     second = asyncio.create_task(turns.run(turn_of([6]), 1, lambda _: None))
     error = (await first).error
@@ -191,12 +191,12 @@ async def test_who_comes_as_it_moves_does_not_get_in_the_way(crowd: Crowd) -> No
 
 
 async def test_a_session_that_is_to_be_closed_does_not_move(crowd: Crowd) -> None:
-    """Its turn ends where it is."""
+    """Its turn ends at its present owner."""
     await crowd.crowd()
     crowd.controller.gate.clear()
     turn = asyncio.create_task(crowd.turn(turn_of([5])))
     await crowd.rigs[0].in_turn("s")
-    crowd.cluster.close_after("s", 1, "")  # of this call the answer is late
+    crowd.cluster.close_after("s", 1, "")  # the answer to this call is late
     closing = asyncio.create_task(crowd.rigs[0].host.close("s"))
     await asyncio.sleep(0)
     crowd.controller.gate.set()
@@ -238,7 +238,7 @@ async def test_a_client_that_leaves_while_it_moves_leaves_nothing(crowd: Crowd) 
     leaving.cancel()
     await asyncio.wait([leaving])
     assert not crowd.rigs[0].sessions.snapshot()[0].in_turn
-    # The controller may have moved it all the same.
+    # The controller may have moved the session all the same.
     assert crowd.cluster.offer_session("s", 1, "a")
     crowd.controller.gate.set()
     await crowd.rigs[0].host.heartbeat()
@@ -267,7 +267,7 @@ async def test_a_controller_that_cannot_be_asked_keeps_no_turn_from_running(crow
 async def test_a_controller_that_is_frozen_keeps_no_turn_from_its_owner(
     crowd: Crowd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every turn of a crowded replica waited for it for a quarter of a minute."""
+    """Every turn of a crowded replica used to wait for the controller for a quarter of a minute."""
     monkeypatch.setattr(session_host, "OFFER_TIMEOUT_S", 0.05)
     await crowd.crowd()
     crowd.controller.gate.clear()

@@ -1,4 +1,5 @@
-"""Turns with strict functions on replicas: calls that fit, takeovers in the middle of one, and free turns as ever."""
+"""Turns with strict functions on replicas: calls fit, a takeover in the middle of a call works, and turns without calls
+are as ever."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def strict_call() -> TurnCall:
 
 
 def opened(words: str = "Rex: ") -> tuple[int, ...]:
-    """What a model might have said that begins to call."""
+    """The beginning of an answer that begins a call."""
     assert TEXT.tokenizer is not None
     return tuple(TEXT.tokenizer.encode(f"{words}<tool_call>\n{{", add_special_tokens=False).ids)
 
@@ -71,7 +72,7 @@ async def test_a_turn_that_makes_no_call_is_as_without_strict_functions(
     tmp_path: Path, speculation: SpeculationSettings
 ) -> None:
     async with running_rig(tmp_path, text=TEXT, speculation=speculation) as rig:
-        asked = call([*range(3, 203)], max_new_tokens=60)  # of which the answer has some again
+        asked = call([*range(3, 203)], max_new_tokens=60)  # the answer repeats some of these tokens
         strict = await rig.run(replace(asked, strict_calls=STRICT))
         free = await rig.run(asked)
     assert tokens_of(strict) == tokens_of(free)

@@ -1,4 +1,4 @@
-"""A tenant's limits at a replica are its own, and what has ended counts no more."""
+"""The limits of a tenant at a replica concern that tenant alone. What has ended no longer counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools on replicas: marks that are special tokens, calls and sessions that go on elsewhere."""
+"""Tools on replicas: marks that are special tokens, calls, and sessions that go on elsewhere."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def with_marks(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
 def said(
     tokenizer: PreTrainedTokenizerFast, name: FormatName, seed: int, *, parallel: bool = False
 ) -> list[int]:
-    """Anything that the grammar allows, by chance, of tokens that the tokenizer has."""
+    """A random answer of the tokenizer's tokens that the grammar allows."""
     chance = random.Random(seed)
     compiler = ConstraintCompiler(tokenizer.backend_tokenizer, len(tokenizer))
     walk = asyncio.run(compiler.compile(wanted(name, parallel=parallel)))
@@ -90,7 +90,7 @@ def test_only_what_is_to_be_shown_is_shown(make: type) -> None:
 
 
 async def test_begun_elsewhere_it_goes_on_in_the_middle(tmp_path: Path) -> None:
-    """A call whose replica is lost: the other one has the same text, so the client is told the same call."""
+    """The replica of a call is lost. The next replica has the same text, so the client gets the same call."""
     text = TextProcessor(byte_level_tokenizer(), vocab_size=VOCAB_SIZE, max_context_len=512)
     held = call([8, 9], max_new_tokens=200, constraint=wanted("hermes"))
     async with running_rig(tmp_path / "a", text=text) as rig:

@@ -207,7 +207,7 @@ def test_a_disk_needs_a_folder_and_host_memory() -> None:
 
 
 def test_off_may_be_written_bare() -> None:
-    """YAML reads it as false."""
+    """YAML reads a bare `off` as false."""
     values = yaml.safe_load(
         "{model: {path: x, tool_calls: off}, cache: {books: off}, speculation: {method: off}}"
     )
@@ -382,7 +382,7 @@ TWO_APPLICATIONS = """applications:
 
 
 def test_a_log_in_redis_belongs_to_the_controllers_name(tmp_path: Path) -> None:
-    """Two applications need no state_dir each, but a name."""
+    """Two applications with a log in Redis need no state_dir of their own, but each needs a name."""
     path = tmp_path / "cluster.yaml"
     in_redis = re.sub("state_dir: .", "redis_url: redis://localhost:6379/1", TWO_APPLICATIONS)
     path.write_text(in_redis)
@@ -406,7 +406,7 @@ def test_a_log_in_redis_belongs_to_the_controllers_name(tmp_path: Path) -> None:
 def test_two_applications_cannot_have_one_controller(
     changed: tuple[str, str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Sessions of one would be placed on replicas of the other."""
+    """Sessions of one application would be placed on the other's replicas."""
     path = tmp_path / "cluster.yaml"
     path.write_text(TWO_APPLICATIONS)
     assert len(check_file(str(path))) == 2

@@ -13,7 +13,7 @@ PAGE = (Path(__file__).parents[4] / "docs" / "operations.md").read_text()
 
 
 def first_cells(prefix: str) -> set[str]:
-    """Names in backticks in the first cell of the page's table rows."""
+    """The names in backticks in the first cells of the page's table rows."""
     cells = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith(("| `", "| [`"))]
     return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell) if name.startswith(prefix)}
 

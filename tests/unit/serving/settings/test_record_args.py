@@ -1,4 +1,4 @@
-"""Settings of traces and logs, and what is missing where traces cannot be sent."""
+"""The settings of traces and logs, and what is reported missing where traces cannot be sent."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_where_the_exporter_is_missing_nothing_starts_and_it_is_named(tmp_path: 
 
 
 def test_nothing_of_opentelemetry_is_loaded_where_nothing_is_traced() -> None:
-    """Its exporter and what that takes; Ray brings OpenTelemetry itself along."""
+    """This means OTLP's exporter and what it needs. Ray itself loads other parts of OpenTelemetry."""
     program = "import sys, serving.front.ingress, serving.replica.turn_runner; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True

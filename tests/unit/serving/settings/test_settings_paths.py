@@ -1,4 +1,4 @@
-"""Where relative paths of what is written lead: to the same place for every version."""
+"""Relative paths of written files lead to the same place for every version."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ASK = (
 
 
 def path_of_the_log(packages: Path, home: Path) -> Path:
-    """Where the code that lies in `packages` puts the log of a config without a state_dir."""
+    """Where the code in `packages` puts the log for a config without a state_dir."""
     environment = os.environ | {"PYTHONPATH": str(packages), "HOME": str(home)}
     environment.pop("KEDGE_HOME", None)
     run = subprocess.run(
@@ -37,13 +37,14 @@ def copied(to: Path) -> Path:
 
 
 def test_the_log_of_an_installed_package_is_not_in_its_folder(tmp_path: Path) -> None:
-    """The next version is installed in the place of this one, or beside it: its sessions were gone."""
+    """The next version is installed in the place of this one or beside it. The sessions used to be gone then."""
     packages = copied(tmp_path / "lib" / "python3" / "site-packages")
     assert path_of_the_log(packages, tmp_path / "home") == tmp_path / "home" / ".kedge" / "sessions.sqlite3"
 
 
 def test_the_log_of_what_ray_uploaded_is_not_in_the_upload(tmp_path: Path) -> None:
-    """A folder for each content, which Ray deletes; a whole repository may be uploaded, pyproject.toml and all."""
+    """Ray makes a folder for each uploaded content and deletes it later. An upload may be a whole repository, with its
+    pyproject.toml."""
     upload = tmp_path / "ray" / "session" / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123"
     packages = copied(upload)
     shutil.copy(project_root() / "pyproject.toml", packages)

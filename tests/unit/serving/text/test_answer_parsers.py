@@ -1,4 +1,4 @@
-"""Thoughts, calls and content of one answer, in formats of both."""
+"""Thoughts, calls and content of one answer, in formats that have both thoughts and calls."""
 
 from __future__ import annotations
 

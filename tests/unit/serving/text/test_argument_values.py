@@ -1,4 +1,4 @@
-"""What stands between tags becomes the JSON that a function's schema asks for."""
+"""The text between tags becomes the JSON that a function's schema asks for."""
 
 from __future__ import annotations
 

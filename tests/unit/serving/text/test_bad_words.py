@@ -1,4 +1,4 @@
-"""Words become the token sequences that write them, at the beginning of a text and behind a blank."""
+"""Words become the token sequences that write them, at the beginning of a text and after a blank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Function calls are found in answers of every format, and depend on the text alone."""
+"""Function calls are found in answers of every format. They depend on the text alone, not on how it was cut."""
 
 from __future__ import annotations
 

@@ -42,9 +42,9 @@ FOUND: list[tuple[FormatName, str, list[Piece]]] = [
     (
         "mistral_call_id",
         f"[TOOL_CALLS]f[CALL_ID]{ID}[ARGS]{{}}[TOOL_CALLS]f[CALL_ID]{ID}[ARGS]{{}}",
-        [call(0, call_id=ID), call(1)],  # no two calls have one id
+        [call(0, call_id=ID), call(1)],  # two calls never have the same id
     ),
-    ("mistral_call_id", "[TOOL_CALLS]f[CALL_ID]call_1[ARGS]{}", [call(0)]),  # no template takes that id
+    ("mistral_call_id", "[TOOL_CALLS]f[CALL_ID]call_1[ARGS]{}", [call(0)]),  # no template accepts that id
     ("mistral_call_id", "[TOOL_CALLS]f[ARGS]{}", [call(0)]),
     ("deepseek_v31", f"I look.{BEGIN}{V31}{V31}{END}", ["I look.", call(0), call(1)]),
     ("deepseek_v31", f"{BEGIN}{V31}", [call(0)]),

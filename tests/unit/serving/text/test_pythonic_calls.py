@@ -1,4 +1,4 @@
-"""Calls as Python has them are found however the answer was cut, and what an answer is held to is read as it was
+"""Calls in Python's syntax are found however the answer was cut. An answer that is held to calls is read as it was
 meant."""
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ HELD: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("schema", HELD)
 def test_an_answer_that_is_held_to_calls_has_arguments_of_their_schemas(schema: dict[str, Any]) -> None:
-    """Walks without a model."""
+    """Random walks through what is allowed, without a model."""
     for seed in range(12):
         walk = held_to(schema, HELD[0])
         chance, out = np.random.default_rng(seed), list[int]()

@@ -1,4 +1,4 @@
-"""A conversation is rendered from a question on only where the template writes the rest as it would write all of it."""
+"""A conversation is rendered from a question on only if the template writes that part as it would in the whole."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ NO_QUESTION = """{% set at = namespace(question=-1) %}
 {%- if m.role == 'assistant' and loop.index0 > at.question %}{{ m.reasoning_content }}{% endif %}
 {{- m.content }}<|im_end|>{% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"""
-"""In the manner of Qwen3's: thoughts are written behind the last question, and what begins so is none."""
+"""Like Qwen3's template: it writes the thoughts of answers after the last question. A user message that begins with the
+mark of a tool result is no question."""
 
 FIRST_RESULT = """{% set seen = namespace(result=false) %}{% for m in messages %}<|im_start|>{{ m.role + '\n' }}
 {%- if m.role == 'tool' and not seen.result %}{% set seen.result = true %}results: {% endif %}
 {{- m.content }}<|im_end|>{% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"""
-"""In the manner of DeepSeek's: the first result of a conversation is written otherwise."""
+"""Like DeepSeek's template: it writes the first tool result of a conversation differently."""
 
 CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 

@@ -14,7 +14,7 @@ stops = st.lists(st.text(alphabet="ab.", min_size=1, max_size=5), max_size=4)
 
 
 def plain_search(text: str, words: list[str]) -> tuple[str, str | None]:
-    """The slow reference: the text before the stop string that ends first (the longest of several)."""
+    """The slow reference: the text before the first stop string to end. If several end there, the longest counts."""
     for end in range(1, len(text) + 1):
         found = [word for word in words if text[:end].endswith(word)]
         if found:
@@ -54,7 +54,7 @@ def test_nothing_is_held_without_stop_strings() -> None:
 
 
 def test_where_nothing_may_match_a_stop_string_is_text() -> None:
-    """One that begins there may still end later."""
+    """A stop string that begins there may still end later."""
     matcher = StopMatcher(["ab"])
     shown = matcher.feed("xabxa", may_match=False)
     assert (shown, matcher.matched) == ("xabx", None)

@@ -1,4 +1,5 @@
-"""No system or developer message is lost: the template shows it, or a message beside it does, or it is refused."""
+"""No system or developer message is lost: the template shows it, a neighbouring message includes it, or it is
+refused."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ EMBEDDED_MODEL = Path(__file__).parents[4] / "assets/models/kedge-chat"
 STRICT = """{%- for m in messages %}
 {%- if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}
 {{- '<' + m.role + '>' + m.content + '</>' }}{% endfor %}{{ '<assistant>' }}"""
-"""Raises where others are silent."""
+"""A template that raises an error where other templates leave a message out."""
 KNOWS_DEVELOPERS = """{%- for m in messages %}
 {%- if m.role in ['system', 'developer', 'user', 'assistant'] %}{{ '<' + m.role + '>' + m.content + '</>' }}{% endif %}
 {%- endfor %}{{ '<assistant>' }}"""
@@ -88,17 +89,17 @@ def test_so_it_is_in_a_turn_that_continues(name: str, role: str) -> None:
 
 @every_template
 def test_what_a_template_shows_is_left_where_it_is(name: str) -> None:
-    """Nothing changes for the conversations that every template takes."""
+    """Conversations that every template accepts do not change."""
     messages = said(("user", "Hello-you"), ("assistant", "Hi-there"), ("user", "Go-on"))
     made = template(name)
     assert made.render(messages, {}) == made._render(messages, {})
-    if name not in ("mistral", "args"):  # which show no system messages at all
+    if name not in ("mistral", "args"):  # these two show no system messages at all
         messages = [*said(("system", "Be-kind")), *messages]
         assert made.render(messages, {}) == made._render(messages, {})
 
 
 def test_a_developer_is_the_system_where_the_template_does_not_name_the_role() -> None:
-    """A template that writes any role would write one that the model never saw."""
+    """A template that writes any role would write a role that the model has never seen."""
     messages = CONVERSATIONS["developer"]
     assert "<|im_start|>system\nBe-kind<|im_end|>" in template("chatml").render(messages, {})
     assert "<|im_start|>system\nBe-kind<|im_end|>" in template("embedded").render(messages, {})

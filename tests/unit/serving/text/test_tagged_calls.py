@@ -1,5 +1,5 @@
-"""Calls with tags around each argument are found in every format that has them, however the answer was cut, and an
-answer that is held to calls has such ones."""
+"""Calls with tags around each argument are found in every format that has them, however the answer was cut. An answer
+that is held to calls contains such calls."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ FOUND: list[tuple[FormatName, str, list[Piece]]] = [
     (
         "deepseek_v32",
         DSML.replace('"true">Bern', '"true">3 </｜DSML｜ "<b>"').replace('"false">3', '"true">3'),
-        [call(0, "look", '{"city": "3 </｜DSML｜ \\"<b>\\"", "days": "3"}')],  # the mark says what it is
+        [call(0, "look", '{"city": "3 </｜DSML｜ \\"<b>\\"", "days": "3"}')],  # marked as a string
     ),
     (
         "deepseek_v32",
@@ -140,7 +140,7 @@ def test_what_is_no_call_is_content(name: FormatName, text: str) -> None:
 
 @pytest.mark.parametrize("length", range(498, 515))
 def test_long_names_are_read_alike_however_they_come(length: int) -> None:
-    """A key before a long mark was an argument only if all of it came at once."""
+    """A key before a long mark used to be an argument only if all of it came at once."""
     long = "x" * length
     for name, text in (
         ("glm45", f"<tool_call>f\n<arg_key>{long}</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
@@ -261,7 +261,7 @@ HELD: list[dict[str, Any]] = [
 def test_an_answer_that_is_held_to_calls_has_arguments_of_their_schemas(
     name: FormatName, marks: bool, schema: dict[str, Any]
 ) -> None:
-    """Walks without a model."""
+    """Random walks through what is allowed, without a model."""
     form, tokenizer = TAGGED_FORMATS[name], byte_level_tokenizer()
     if marks:
         tokenizer.add_special_tokens({"additional_special_tokens": list(form.shown_tokens)})
@@ -303,7 +303,7 @@ TEXTS: dict[str, tuple[dict[str, Any], Any]] = {
 def test_free_text_ends_where_its_mark_does(
     name: FormatName, marks: bool, schema: dict[str, Any], value: Any, told_by: str
 ) -> None:
-    """The token that ends a text without a limit was taken for a part of it: the call went on for ever."""
+    """The token that ends a text without a limit used to be taken for a part of the text, so the call never ended."""
     form, tokenizer = TAGGED_FORMATS[name], byte_level_tokenizer()
     if marks:
         tokenizer.add_special_tokens({"additional_special_tokens": list(form.shown_tokens)})

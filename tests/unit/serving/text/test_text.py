@@ -1,4 +1,5 @@
-"""Prompts to token ids and back: only a turn's new part, whole characters, text that is the same however batched."""
+"""Prompts to token ids and back: only a turn's new part is rendered, only whole characters are shown, and the text does
+not depend on batching."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ def test_half_characters_are_held_back() -> None:
 
 
 class CountedBytes:
-    """Looks tokens up, and counts how often."""
+    """The bytes of tokens. Counts the look-ups."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
@@ -97,7 +98,7 @@ class CountedBytes:
 
 
 class CountedTokenizer:
-    """Decodes, and counts the tokens that it was given."""
+    """A tokenizer that counts the tokens that it decodes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -109,7 +110,7 @@ class CountedTokenizer:
 
 
 def test_a_long_run_of_broken_bytes_costs_linear_time() -> None:
-    """Each token is looked up once, and no more than the beginning of one character is kept."""
+    """Each token is looked up once, and only the beginning of one character is kept."""
     broken = processor()._encode("é", "prompt")[:1]
     counted = CountedBytes(TokenBytes(processor().tokenizer))
     detokenizer = ByteDetokenizer(counted, frozenset())
@@ -119,11 +120,11 @@ def test_a_long_run_of_broken_bytes_costs_linear_time() -> None:
         held, _ = detokenizer._decoder.getstate()
         assert len(held) < 4
     assert counted.looked_up == 20_000
-    assert shown == 19_999  # the last may yet be the beginning of a character
+    assert shown == 19_999  # the last byte may be the beginning of a character
 
 
 def test_a_long_run_of_broken_pieces_costs_linear_time() -> None:
-    """Vocabularies with rules for neighbours decode a window, whose length does not grow."""
+    """Vocabularies with rules for neighbouring tokens decode a window, whose length does not grow."""
     counted = CountedTokenizer(PIECES.backend_tokenizer)
     detokenizer = WindowDetokenizer(counted, frozenset())
     broken = PIECES.convert_tokens_to_ids("<0x80>")
@@ -140,7 +141,7 @@ def test_a_long_run_of_broken_pieces_costs_linear_time() -> None:
 @patient
 @given(ids=token_ids, skip=st.booleans(), batch=st.integers(1, 5))
 def test_the_text_is_the_same_whoever_makes_it(ids: list[int], skip: bool, batch: int) -> None:
-    """The engine's thread, which looks for stop strings and may be ahead of what has been read, or the reader."""
+    """Either the engine's thread finds the stop string, perhaps ahead of what has been read, or the reader finds it."""
     stops = ("a", " dog", "e ")
     text = processor()
     watched = text.output_text(stops, skip_special_tokens=skip)
@@ -164,7 +165,8 @@ def test_the_text_is_the_same_whoever_makes_it(ids: list[int], skip: bool, batch
 
 @pytest.mark.parametrize("trim_stop", [True, False])
 def test_a_stop_token_after_a_beginning_of_a_stop_string(trim_stop: bool) -> None:
-    """The engine does not show the token to the watcher; what was held back for the string is no part of one."""
+    """The engine does not show the stop token to the watcher. The text that was held back is then no part of a stop
+    string."""
     text = processor()
     begin, dog = (text._encode(word, "prompt")[0] for word in (" cat", " dog"))
     begun = text.token_text(begin).decode()
@@ -195,7 +197,7 @@ def test_a_fresh_chat_is_the_whole_template() -> None:
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_turns_add_up_to_the_whole_conversation(ended: bool) -> None:
-    """Whether or not the model closed its answer itself, the history reads as the template writes it."""
+    """The history reads as the template writes it, whether or not the model closed its answer itself."""
     text = processor()
     history = text.encode_prompt(ChatPrompt((HELLO,)))
     history += text._encode("I see.", "prompt") + ([END_ID] if ended else [])
@@ -205,7 +207,7 @@ def test_turns_add_up_to_the_whole_conversation(ended: bool) -> None:
 
 
 def test_only_new_messages_are_rendered() -> None:
-    """A template may greet by default at the beginning: a continuation must not repeat it."""
+    """A template may write a default greeting at the beginning. A continuation must not repeat it."""
     template = "<|im_start|>system\nBe kind.<|im_end|>\n" + byte_level_tokenizer().chat_template
     ids = processor(template).encode_prompt(ChatPrompt((MORE,)), history_len=9, last_token=END_ID)
     assert text_of(ids) == "\n<|im_start|>user\nWhat is my dog called?<|im_end|>\n<|im_start|>assistant\n"
@@ -231,7 +233,8 @@ ALTERNATING = """{{ '<|begin|>' }}{% for m in messages %}
     ids=["thinking", "alternating"],
 )
 def test_templates_in_the_manner_of_known_models(template: str, added: str) -> None:
-    """Reasoning that is dropped from earlier answers; roles that must alternate, text begun with a BOS."""
+    """Some templates drop reasoning from earlier answers. Others require alternating roles or begin the text with a
+    BOS."""
     ids = processor(template).encode_prompt(ChatPrompt((MORE,)), history_len=9, last_token=END_ID)
     assert text_of(ids) == added
 

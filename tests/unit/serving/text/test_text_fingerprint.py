@@ -1,4 +1,4 @@
-"""Fingerprints: equal where a history means the same, on every machine and however files are written."""
+"""Fingerprints are equal where a history means the same, on every machine and however files are written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models think is told apart from what they say, in every format, however the text was cut."""
+"""A model's thoughts are separated from its answer, in every format and however the text was cut."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SAID: list[tuple[ReasoningName, bool, str, str, str]] = [
 
 
 def read(parser: AnswerParser, *parts: str) -> list[Piece]:
-    """What is told of an answer, with neighbours of a kind joined."""
+    """What the parser reports of an answer, with neighbours of a kind joined."""
     pieces: list[Piece] = [piece for part in parts for piece in parser.push(part)] + parser.flush()
     joined: list[Piece] = []
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer is the one that AutoTokenizer loads, and costs no imports that only its model needs."""
+"""A checkpoint's tokenizer equals the one that AutoTokenizer loads, without the imports that only its model needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ OF_MODELS = (
 
 
 def checkpoint(directory: Path, config: dict[str, object], **names: object) -> Path:
-    """The small tokenizer beside a model's configuration. `names` change its tokenizer_config.json; None removes."""
+    """Writes the small tokenizer beside a model's configuration. `names` change tokenizer_config.json; None removes a
+    name."""
     byte_level_tokenizer().save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(config))
     path = directory / "tokenizer_config.json"
@@ -69,7 +70,7 @@ def test_a_directory_without_a_tokenizer_has_none(tmp_path: Path) -> None:
 
 
 def test_it_imports_nothing_that_only_a_model_needs() -> None:
-    """Of the seconds of CPU time that a replica took to start, these imports were a third."""
+    """These imports used to be a third of the seconds of CPU time that the start of a replica took."""
     told = subprocess.run(
         [
             sys.executable,

@@ -1,4 +1,4 @@
-"""Tools and their results as models' own templates write them: whole, or only what a turn adds."""
+"""Tools and their results as models' own templates write them, in a whole conversation or only in what a turn adds."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ def test_the_embedded_model_and_one_without_a_template() -> None:
     "template", [*TEMPLATES.values(), PYTHONIC, EMBEDDED], ids=[*TEMPLATES, "pythonic", "embedded"]
 )
 def test_a_session_reads_as_the_whole_conversation(template: str) -> None:
-    """Tools in the first turn, a call, its result alone in the second turn, then words."""
+    """The first turn has the tools, and its answer is a call. The second turn has only the call's result, the third
+    only words."""
     text = processor(template)
     first = (ASKED,) if template is MISTRAL else (SYSTEM, ASKED)
     told = opening(text, *first)
@@ -137,7 +138,7 @@ def test_what_the_template_refuses_is_the_clients_error() -> None:
 
 
 def test_tools_calls_and_results_forge_no_control_token() -> None:
-    """Not even in the keys of a schema, which templates write out."""
+    """This includes the keys of a schema, which templates write out."""
     text = processor(HERMES)
     plain = text.encode_prompt(ChatPrompt((ASKED, CALLED, RESULT), tools=(WEATHER,)))
     forged = {"name": FORGED, "arguments": {FORGED: FORGED}}

@@ -1,4 +1,4 @@
-"""Real turns over HTTP, and their spans as a collector has them."""
+"""Real turns over HTTP, and the spans that a collector gets of them."""
 
 from __future__ import annotations
 
@@ -158,7 +158,8 @@ async def test_a_bad_traceparent_begins_a_trace(traced: Traced) -> None:
 async def test_it_joins_the_span_that_is_current_as_rays_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray Serve, if it traces, has a span of its own around the application's call, made by a provider of its own."""
+    """With its own tracing on, Ray Serve puts a span around the application's call. It uses a provider of its own for
+    that."""
     rays = TracerProvider(shutdown_on_exit=False).get_tracer("ray")
     async with traced_service(tmp_path) as traced:
         from serving.trace.requests import RequestsTraced
@@ -289,7 +290,7 @@ async def test_a_ratio_of_nothing_keeps_only_what_clients_keep(tmp_path: Path) -
 
 
 def test_an_untraced_turn_makes_nothing() -> None:
-    """Not even an object: the same one is told everything."""
+    """It makes not even an object: one shared object takes all calls."""
     assert UNTRACED.turn(None) is UNTRACED  # type: ignore[arg-type]
     assert UNTRACED.placing() is UNTRACED.at("a", 1) is UNTRACED.committing()
     assert UNTRACED.on_admitted is None

@@ -1,4 +1,4 @@
-"""The audit as JSON: every finding with its last owner, every replica that should have answered by name."""
+"""The audit as JSON: it names the last owner of every finding, and every replica that should have answered."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_whoever_did_not_answer_is_named() -> None:
 
 
 class Replicas:
-    """The front end knows replica a, and b after it was asked for it `asked` times, if ever. A call of b takes
+    """The front end knows replica "a". It knows "b" only after `asked` failed calls. A call of "b" takes
     `silence_s`."""
 
     def __init__(self, asked: float = math.inf, silence_s: float = 0.0) -> None:
@@ -125,7 +125,7 @@ async def test_the_controller_knows_who_should_have_answered(error: ControllerEr
 
 
 async def test_a_silent_replica_is_asked_once() -> None:
-    """A call that nobody answered has taken all the time that newcomers get."""
+    """The one call without an answer has taken all the time that a new replica gets."""
     replicas = Replicas(silence_s=0.01)
     audit = await client_of(replicas, Controller(), grace_s=0.01).audit()
     assert sorted(replicas.calls) == ["a", "b"]
@@ -133,7 +133,7 @@ async def test_a_silent_replica_is_asked_once() -> None:
 
 
 async def test_a_replica_that_has_just_started_is_waited_for() -> None:
-    """The controller knows of it a moment before this ingress's router does."""
+    """The controller knows of a new replica a moment before this ingress's router does."""
     audit = await client_of(Replicas(asked=2), Controller(), grace_s=30.0).audit()
     assert audit["clean"] is True
     assert [each["replica_id"] for each in audit["replicas"]] == ["a", "b"]

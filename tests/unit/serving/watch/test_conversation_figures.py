@@ -1,4 +1,4 @@
-"""Turns whose clients send all that was said: how many were recognized, and what of their input was there."""
+"""Turns whose clients send the whole conversation: how many were recognized, and how much of their input was cached."""
 
 from __future__ import annotations
 

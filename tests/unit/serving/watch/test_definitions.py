@@ -1,4 +1,4 @@
-"""What a live cluster serves is what is defined, and all of it: names, kinds, labels. docs/metrics.md says the same."""
+"""A live cluster serves exactly the defined metrics: names, kinds and labels. docs/metrics.md lists the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HELLO = {"role": "user", "content": "hello"}
 
 @pytest.fixture
 async def families(tmp_path: Path) -> dict[str, Metric]:
-    """The page of a cluster that has had turns of every kind, and a request that was refused."""
+    """The metrics of a cluster that has had turns of every kind and a refused request."""
     async with local_client(tmp_path) as (client, _):
         chat = {"model": "null-model", "messages": [HELLO], "max_tokens": 4}
         for body, headers in (

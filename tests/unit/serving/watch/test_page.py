@@ -1,4 +1,4 @@
-"""The page of a cluster: families are put together, not repeated; the controller's figures among them."""
+"""The page of a cluster: it has each family once, and includes the controller's figures."""
 
 from __future__ import annotations
 

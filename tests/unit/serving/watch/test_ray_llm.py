@@ -1,4 +1,5 @@
-"""Ray's boards for LLMs: each name that they ask for is told, or known not to be; nothing else is told."""
+"""Ray's dashboards for LLMs: each metric name that they ask for is exported, or known not to be. No others are
+exported."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ TURN = EndedTurn("stop", 100, 60, 8, turn_s=1.2, queue_s=0.3, decode_s=0.7, ttft
 
 
 def series(names: LLMNames) -> set[str]:
-    """What Ray serves of it, by the kind of each."""
+    """The series that Ray serves of these metrics, with the suffixes of each kind."""
     told = {f"ray_{each.name}" for each in NOW_FIGURES[names]}
     for each in TURN_FIGURES[names]:
         suffixes = ("bucket", "count", "sum") if each.buckets else ("total",)

@@ -1,4 +1,4 @@
-"""What travels between front ends and replicas arrives as it was, also between neighbouring versions."""
+"""What front ends and replicas send each other arrives unchanged, also between neighbouring versions."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def sample_of(kind: Any) -> Any:
 
 
 def test_a_turn_event_of_a_version_that_has_less_is_read() -> None:
-    """Fields that are not there have their defaults."""
+    """Missing fields get their defaults."""
     whole = msgspec.msgpack.decode(msgspec.msgpack.encode(EVENT))
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(whole[:6]), type=TurnEvent)
     assert (read.text, read.completion_tokens, read.finish, read.open_key) == (EVENT.text, 2, None, None)

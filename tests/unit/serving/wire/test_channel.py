@@ -14,7 +14,7 @@ Frame = tuple[bytes, bytes]
 
 
 class Pipe:
-    """Two channels, and the frames on their way between them."""
+    """Two channels and the frames on their way between them."""
 
     def __init__(self) -> None:
         self.ways: tuple[deque[Frame], deque[Frame]] = (deque(), deque())
@@ -24,7 +24,7 @@ class Pipe:
         self.got: tuple[list[bytes], list[bytes]] = ([], [])
 
     def arrive(self, source: int) -> bool:
-        """The next frame from that end; False if there is none."""
+        """Delivers the next frame from end `source`. Returns False if there is none."""
         if not self.ways[source]:
             return False
         message = self.ends[1 - source].take(*self.ways[source].popleft())
@@ -37,8 +37,8 @@ class Pipe:
             pass
 
     def break_off(self, arrived: tuple[int, int] = (0, 0)) -> None:
-        """The connection breaks: of what is on its way only the first few frames of each end arrive. The one who
-        connects, end 0, says so."""
+        """Breaks the connection. Of the frames on their way, only the first `arrived` of each end arrive. End 0, which
+        connects, then resumes."""
         for source, count in enumerate(arrived):
             for _ in range(count):
                 self.arrive(source)

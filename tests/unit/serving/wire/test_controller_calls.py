@@ -1,4 +1,4 @@
-"""Calls to the cluster controller: what they come to when it cannot answer; turns that share one."""
+"""Calls to the cluster controller: what a caller gets when it cannot answer, and turns that share a call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def controller_that_dies(times: list[str]) -> ActorHandle:
 def test_a_controller_that_cannot_start_is_named_with_its_reason_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Clients got the whole traceback, and then its last line, with the paths of the server's files."""
+    """Clients used to get the whole traceback. Later they got its last line, with the paths of the server's files."""
     monkeypatch.setattr(controller_calls, "RETRY_PAUSE_S", 0.001)
     asked: list[str] = []
     calls = ControllerCalls(lambda: controller_that_dies(asked), timeout_s=0.3)
@@ -53,7 +53,7 @@ def turn(session_id: str) -> TurnRecord:
 
 
 def test_turns_that_come_while_a_call_is_under_way_share_the_next() -> None:
-    """Each was a call of its own, which costs the controller several times what its turn does."""
+    """Each turn used to be a call of its own. A call costs the controller several times what a turn does."""
 
     async def commit_all() -> tuple[list[list[str]], list[Any]]:
         asked: list[list[str]] = []

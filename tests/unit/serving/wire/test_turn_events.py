@@ -1,4 +1,4 @@
-"""Cut or joined, events tell the same."""
+"""Events say the same however they are cut or joined."""
 
 from __future__ import annotations
 

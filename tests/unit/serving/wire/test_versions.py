@@ -1,8 +1,8 @@
-"""What the version before has sent to the controller is read, what the next one will send too, and what is further
-apart is refused. Records between front ends and replicas: test_calls.py.
+"""The controller reads records of the version before and of the next version. Versions further apart are refused. For
+records between front ends and replicas see test_calls.py.
 
-`recorded/wire_version_1.json` holds records as version 1 pickled them, in base64; `wire_version_1_fields.json` their
-fields' names.
+`recorded/wire_version_1.json` holds records as version 1 pickled them, in base64. `wire_version_1_fields.json` holds
+the names of their fields.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ SENT_BY_VERSION_1 = {
 
 @pytest.mark.parametrize("name", sorted(RECORDED))
 def test_records_of_the_version_before_are_read(name: str) -> None:
-    """Those that lack a field raised AttributeError where it was first asked for."""
+    """A record that lacked a field used to raise AttributeError where the field was first read."""
     read = cloudpickle.loads(base64.b64decode(RECORDED[name]))
     assert read == SENT_BY_VERSION_1[name]
     assert cloudpickle.loads(cloudpickle.dumps(read)) == read
@@ -132,7 +132,7 @@ class Whole:
 
 
 def as_another_version(record: Any, kind: type) -> Any:
-    """The pickled record, read by a process in which its class is `kind`."""
+    """Pickles the record, and reads it as a process would in which its class is `kind`."""
     sent = cloudpickle.dumps(record)
     own, other = type(record).__name__.encode(), kind.__name__.encode()
     assert sent.count(own) == 1
@@ -167,8 +167,8 @@ def test_everything_that_travels_can_be_read_by_the_versions_beside_this_one(mod
 
 @pytest.mark.parametrize("name", sorted(FIELDS_OF_VERSION_1))
 def test_fields_are_only_added_at_the_end(name: str) -> None:
-    """One in the middle took the values of those behind it: a controller had the placement's tokens as `rebalancing`,
-    and a replica's time as the age of its step."""
+    """A field that was added in the middle took the values of those after it. A controller then took the placement's
+    tokens for `rebalancing`, and a replica's time for the age of its step."""
     (kind,) = {kinds[name] for kinds in map(dataclasses_of, TRAVELLING) if name in kinds}
     theirs = FIELDS_OF_VERSION_1[name]
     assert [each.name for each in fields(kind)][: len(theirs)] == theirs

@@ -11,7 +11,7 @@ from serving.wire.turns import TurnEvent
 
 
 def copies_of_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one entry, the tokens that it copied, with every join from now on."""
+    """A list that from now on gets one entry for each join: the number of tokens that the join copied."""
     copied: list[int] = []
     replace = turn_events.replace
 
