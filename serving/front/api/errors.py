@@ -184,9 +184,13 @@ def said_of(error: Exception) -> ErrorInfo:
         case InvalidBody():
             return validation_info(error.error)
         case HTTPException():
-            code = HTTPStatus(error.status_code).name.lower()
-            return ErrorInfo(error.status_code, code, str(error.detail))
+            return ErrorInfo(error.status_code, _code_of(error.status_code), str(error.detail))
     return error_info(error)
+
+
+def _code_of(status: int) -> str:
+    """Python 3.13 has another name for 413 than 3.12."""
+    return "request_entity_too_large" if status == 413 else HTTPStatus(status).name.lower()
 
 
 async def _on_service_error(connection: Request | WebSocket, error: Exception) -> Response | None:
