@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.filesize import decimal
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -35,7 +36,7 @@ ACCOUNTS: Mapping[str, Account] = MappingProxyType(
         "free": Account(".", "dim"),
     }
 )
-BAR_WIDTH = 24
+BAR_WIDTH, LEAST_BAR_WIDTH = 24, 8
 OTHER_LINES = 5
 """Lines of a frame besides the rows of its three tables: the heading, the legend, and empty lines between."""
 MOST_EVENTS = 12
@@ -95,7 +96,7 @@ def _replica_table(rows: Sequence[Sequence[RenderableType]]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("replica", no_wrap=True)
     table.add_column("state", no_wrap=True)
-    table.add_column("KV pages", no_wrap=True)
+    table.add_column("KV pages")
     for name in ("used", "run", "wait", "tok/s", "prefill/s", "host", "disk", "sessions"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -122,7 +123,7 @@ def _replica_rows(replica: Mapping[str, Any], rates: Rates | None) -> list[list[
     rows: list[list[RenderableType]] = []
     for pages in replica["pools"].values():
         used = 1 - (pages["free"] + pages["cached"]) / max(pages["total"], 1)  # cached: evictable
-        rows.append([*names, bar(pages), f"{used:.0%}", *figures])
+        rows.append([*names, Bar(pages), f"{used:.0%}", *figures])
         names, figures = ["", ""], [""] * len(figures)
     return rows or [[*names, Text("does not answer", style="red"), "?", *figures]]
 
@@ -131,7 +132,20 @@ def _count(replica: Mapping[str, Any], name: str) -> str:
     return f"{replica[name]:,}" if name in replica else "?"
 
 
-def bar(pages: Mapping[str, int], width: int = BAR_WIDTH) -> Text:
+class Bar:
+    """A bar that is shorter where the terminal is narrow."""
+
+    def __init__(self, pages: Mapping[str, int]) -> None:
+        self._pages = pages
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(LEAST_BAR_WIDTH, BAR_WIDTH)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield bar(self._pages, min(BAR_WIDTH, options.max_width))
+
+
+def bar(pages: Mapping[str, int], width: int) -> Text:
     """Pages by account, as shares of the pool. An account with any pages is visible, above all a leak."""
     counts = {name: abs(int(pages.get(name, 0))) for name in ACCOUNTS if name != "free"}
     total = max(int(pages["total"]), 1)
@@ -155,7 +169,9 @@ def _tier(accounts: Mapping[str, int] | None) -> str:
 def _session_table(rows: Sequence[Mapping[str, Any]], total: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     named = f"{counted(total, 'session')}{', those used last' if total > len(rows) else ''}"
-    table.add_column(named, no_wrap=True, overflow="ellipsis")
+    table.add_column(
+        Text(named, no_wrap=True, overflow="ellipsis")
+    )  # the only column that a narrow terminal shortens
     table.add_column("owner", no_wrap=True)
     for name in ("epoch", "tokens", "KV", "turns", "idle"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -166,7 +182,7 @@ def _session_table(rows: Sequence[Mapping[str, Any]], total: int) -> Table:
     for row in rows:
         idle = Text("in turn", style="green") if row["in_turn"] else Text(duration(float(row["idle_s"])))
         cells: list[RenderableType] = [
-            Text(str(row["session_id"])),
+            Text(str(row["session_id"]), no_wrap=True, overflow="ellipsis"),
             str(row["replica_id"] or "-"),
             f"{row['epoch']}",
             f"{row['tokens']:,}",

@@ -192,6 +192,18 @@ def test_a_replica_that_does_not_answer_is_a_line_of_its_own() -> None:
     assert row.split()[1:5] == ["suspect", "does", "not", "answer"]
 
 
+def test_a_terminal_of_80_columns_shortens_the_bar_and_the_sessions_names_only() -> None:
+    """Every column was shortened, to headings such as "r…" and "ho…"."""
+    picture = picture_of(state(AT_S, [replica("k3f9a2b1", 100)], [session("resp-" + "0123456789" * 4)]))
+    lines = drawn(picture, width=80)
+    replicas, sessions = (line for line in lines if line.startswith(("replica", "1 session")))
+    assert (
+        replicas.split() == "replica state KV pages used run wait tok/s prefill/s host disk sessions".split()
+    )
+    assert sessions.split()[-5:] == "epoch tokens KV turns idle".split()
+    assert "".join(lines).count("…") == 1
+
+
 @pytest.mark.parametrize("width", [1, 10, 24, 100])
 def test_a_bar_is_as_long_as_it_is_to_be(width: int) -> None:
     text = bar(PAGES, width).plain
