@@ -16,7 +16,7 @@ PATH = "/v1/kedge/debug/faults"
 
 
 class FaultBody(BaseModel):
-    """A fault to plant. Without `replica_id`, it is planted in any replica. `session_id` and `tenant` are for faults of a
+    """A fault to plant. Without `replica_id`, any replica gets it. `session_id` and `tenant` are for faults of a
     session; without `session_id`, any idle session there is damaged. `delay_s` is for slow commits and slow steps. The
     fault ends after `for_s` seconds."""
 

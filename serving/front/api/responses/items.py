@@ -131,7 +131,7 @@ class MessageItem(StrictBody):
 
 
 class Call(StrictBody):
-    """Fields of both kinds of calls. `caller` and `async` would say which side runs a call; here it is always the client."""
+    """Fields of both kinds of calls. `caller` and `async` say which side runs a call; here it is always the client."""
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 

@@ -129,7 +129,7 @@ class ResponsesBody(SharedFields):
 
     background: bool | None = Field(
         None,
-        description="The answer is computed in the background, and the client gets it by its id. store may not be false.",
+        description="The answer is computed in the background. The client gets it by its id. store may not be false.",
     )
     context_management: NotSupported = None
     prompt: NotSupported = None
