@@ -52,8 +52,8 @@ LABELS = MappingProxyType(
         "pool": "`full`, and `window` if the model has sliding-window layers",
         "account": "`free`, `cached`, `protected`, `session`, `in_flight`, `leaked`",
         "tier": "`device`, `host`, `disk`; of demotions also `log`: the KV was dropped and has to be computed again",
-        "tenant": "`-` for callers without a tenant; with `metrics.tenant_names`, the eight tenants with the most KV at "
-        "the replica; `other` for all others",
+        "tenant": "`-` for callers without a tenant; with `metrics.tenant_names`, the eight tenants with the most KV "
+        "at the replica; `other` for all others",
         "outcome": "of turns: see [below](#outcomes-of-turns); of conversations: `recognized` or `new`",
         "reason": "`stop`, `length`, `abort`, `error`",
         "kind": "of conversations: `unnamed` or `named` (a session whose client sends the whole conversation); "
@@ -129,7 +129,7 @@ MEMORY = (
         REPLICA,
         "tenant_kv_bytes",
         "bytes",
-        "KV of a tenant's sessions and of its turns in flight, without KV that other tenants share.",
+        "KV of a tenant's sessions and of its turns in flight, without pages that the prefix cache shares.",
         "tenant",
         "tier",
     ),
@@ -297,7 +297,7 @@ LINKS = (
     _gauge(REPLICA, "replica_links", "links", "Front ends that are connected to the replica."),
     _gauge(INGRESS, "links", "links", "Connections to replicas, by state.", "state"),
     _gauge(INGRESS, "link_calls", "calls", "Calls and turns at replicas that have not ended."),
-    _gauge(INGRESS, "link_unread_bytes", "bytes", "Bytes sent to replicas whose arrival is not confirmed."),
+    _gauge(INGRESS, "link_unread_bytes", "bytes", "Bytes sent to replicas and not acknowledged yet."),
     _counter(
         INGRESS,
         "connection_breaks",
