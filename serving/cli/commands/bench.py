@@ -38,9 +38,7 @@ def bench(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     model: Annotated[str | None, typer.Option(help="Model id. By default, the server's first model.")] = None,
-    mode: Annotated[
-        Mode, typer.Option(help="Send only the new message of a turn, or the whole history.")
-    ] = Mode.SESSION,
+    mode: Annotated[Mode, typer.Option(help="Send the new message, or all history.")] = Mode.SESSION,
     endpoint: Annotated[Endpoint, typer.Option(help="The OpenAI endpoint to call.")] = Endpoint.CHAT,
     prompt: Annotated[
         PromptKind, typer.Option(help="With ids, prompts have the exact length. Only for completions.")
