@@ -65,8 +65,8 @@ def bench(
 ) -> None:
     """Measure TTFT, time per token and throughput of multi-turn sessions.
 
-    Exit status: 0 measured; 1 the server is down or cannot carry the load; 3 measured but rejected.
-    On a small machine run `chrt -f 50 kedge bench ...`, or the client starves behind the server.
+    Exit status: 0 measured; 1 the server is down or cannot carry the load; 3 measured, but the figures are rejected.
+    On a small machine, run `chrt -f 50 kedge bench ...`. Otherwise the server leaves the client too little CPU time.
     """
     console = Console()
     with one_line_errors("bench"):
