@@ -17,17 +17,17 @@ from wrap import wrapped
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "cli.md"
 BEGIN = "## Every option\n"
-INTRODUCTION = f"{BEGIN}\n`python docs/cli.py` writes this part. `--help` behind a command says the same.\n"
+INTRODUCTION = f"{BEGIN}\n`python docs/cli.py` writes this part. `kedge COMMAND --help` prints the same.\n"
 GENERATE = ["-m", "typer", "serving.cli.main", "utils", "docs", "--name", "kedge"]
 
 
 def page(present: str) -> str:
-    """The page with that part as it is to be; what is before it stays."""
+    """The page with its last part written anew. What is before that part stays."""
     return wrapped(f"{present.split(BEGIN)[0]}{INTRODUCTION}\n{reference()}")
 
 
 def reference() -> str:
-    """Markdown, its headings below those of the page."""
+    """The reference as Markdown, with headings one level below the page's."""
     done = subprocess.run(
         [sys.executable, *GENERATE],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md: every metric, from the definitions that the code makes them of, and what Ray's boards show.
+"""Writes docs/metrics.md: every metric, from the definitions that the code uses, and what Ray's boards show.
 
 python docs/metrics.py
 """
@@ -23,55 +23,59 @@ SERVE = f"ray_{SERVE_REQUESTS}"
 PAGE = Path(__file__).resolve().parent / "metrics.md"
 HEAD = """# Metrics
 
-What `GET /metrics` serves; `python docs/metrics.py` writes this page. [operations.md](operations.md#metrics) says
-how the page is gathered, and has the alerts. A histogram has the series `_bucket`, `_sum` and `_count`. Counters begin
-at zero when their process does.
+This page lists the metrics that `GET /metrics` serves. `python docs/metrics.py` writes it.
+[operations.md](operations.md#metrics) describes how they are gathered, and the alerts. A histogram has the series
+`_bucket`, `_sum` and `_count`. A counter begins at zero when its process starts.
 
-Every metric has the labels `cluster` and `model` beside those in the tables.
+Every metric has the labels `cluster` and `model`, in addition to those in the tables.
 """
 NOTES = """## Outcomes of turns
 
 `kedge_turns_total` counts each attempt at a replica once.
 
-| outcome | whose fault | what it is |
+| outcome | whose fault | meaning |
 |---|---|---|
-| `committed` | | in the session log, or ended well without a session |
-| `replayed` | | the answer of an earlier try with the same idempotency key |
-| `aborted` | | by its client, or its client went away |
-| `moved` | | the session is at another replica now, or this one is drained; the turn goes on there |
-| `refused` | the client | 400 to 499, but for 429: a field is wrong, the session is busy or unknown |
-| `overloaded` | nobody | 429: no room; more replicas are needed, or less load |
+| `committed` | | the turn is in the session log, or it has no session and ended well |
+| `replayed` | | the client got the answer of an earlier try with the same idempotency key |
+| `aborted` | | the client aborted the turn, or went away |
+| `moved` | | the session has moved to another replica, or this replica drains; the turn is sent to another replica |
+| `refused` | the client | 400 to 499, except 429: a field is wrong, or the session is busy or unknown |
+| `overloaded` | nobody | 429: there is no room; add replicas or reduce the load |
 | `unavailable` | ours | 503: the engine has stopped, or the session log does not answer |
-| `stale` | ours | another replica owns the session: who computed this turn had lost it |
-| `store_failed` | ours | computed, and not in the log within `controller.commit_patience_s` |
-| `error` | ours | 500: a step failed, or anything that nobody expected |
+| `stale` | ours | another replica owns the session: the replica that computed this turn had lost it |
+| `store_failed` | ours | the turn was computed, but was not in the log within `controller.commit_patience_s` |
+| `error` | ours | 500: a step failed, or something unexpected happened |
 
-What no replica takes, as where there is none, is no turn here: `kedge_http_requests_total` with `status="5xx"` has it.
+A request that no replica accepts, for example because there is none, is not counted here.
+`kedge_http_requests_total` with `status="5xx"` counts it.
 
 ## Orphans
 
-`kedge_controller_orphaned_sessions` is what the ledger and a replica do not agree on, as of its last heartbeat. A
-moment's disagreement is usual while sessions move; one that stays is not.
+`kedge_controller_orphaned_sessions` counts the sessions on which the ledger and a replica disagree, as of the replica's
+last heartbeat. While sessions move, a short disagreement is normal. A lasting one is not.
 
-| kind | what it is |
+| kind | meaning |
 |---|---|
-| `stale` | the replica holds it, the ledger gives it to another, or knows it no more; the replica is told to drop it |
-| `missing` | the ledger takes the replica to hold it, and it does not |
-| `untold` | the replica holds it and the ledger has not heard of that |
+| `stale` | the replica holds the session, but the ledger says otherwise; the replica is told to drop it |
+| `missing` | the ledger counts the session as held by the replica, but the replica does not hold it |
+| `untold` | the replica holds the session, but has not reported it to the ledger |
 
-`kedge_orphaned_sessions` is one level below: KV in the engine of a session that the replica itself does not know, in
-two looks one after another.
+`kedge_orphaned_sessions` is about the level below: it counts the sessions that have KV in a replica's engine, although
+the replica did not know them in two checks in a row.
 """
 
 
 RAY = """## Ray's own boards for LLMs
 
-Ray ships Grafana boards "Serve LLM" and "Serve LLM SGLang", which read `ray_vllm_*` and `ray_sglang_*`. With
-`metrics.ray_llm_names: vllm` (or `sglang`) each replica tells Ray's metrics what it truly has under those names, beside
-the `kedge_*` gauges; the label `model_name` is the model's name. A turn that a replica begins and another one ends
-counts at the other. Turns count in Serve's own `ray_serve_deployment_request_counter_total`, too: Serve does not see
-them, and the boards take from it which deployments there are, and which process is which replica. A counter is there
-once it has counted something: "Aborted Requests / s" is empty until turns are aborted.
+Ray ships the Grafana boards "Serve LLM" and "Serve LLM SGLang", which read `ray_vllm_*` and `ray_sglang_*`. With
+`metrics.ray_llm_names: vllm` (or `sglang`), each replica reports its own figures under those names to Ray's metrics, in
+addition to the `kedge_*` gauges. The label `model_name` is the model's name. If another replica takes over a turn, the
+turn counts at that replica.
+
+Turns also count in Serve's own `ray_serve_deployment_request_counter_total`. Serve itself does not see them, and the
+boards read from that counter which deployments there are, and which process is which replica.
+
+A counter exists only after it has counted something, so "Aborted Requests / s" is empty until a turn is aborted.
 """
 BOARDS: Mapping[LLMNames, DashboardConfig] = {
     "vllm": serve_llm_dashboard_config,
@@ -95,7 +99,7 @@ def _board(names: LLMNames) -> str:
             asked.pop(SERVE, None)
             empty = dict.fromkeys(why_empty(name) for name in asked if name not in told)
             shown = dict.fromkeys(told.get(name, "") for name in asked)
-            part = "in part " if any(name in told for name in asked) else ""
+            part = "partly " if any(name in told for name in asked) else ""
             why = f"{part}empty: {'; '.join(empty)}"
             lines.append(f"| {row.title}: {panel.title} | {why if empty else _told(shown)} |")
     return "\n".join([*lines, ""])
@@ -106,7 +110,7 @@ def _told(shown: Iterable[str]) -> str:
 
 
 def names_in(query: str) -> list[str]:
-    """Of the metrics in a query of Ray's boards."""
+    """The names of the metrics in a query of Ray's boards."""
     return re.findall(r"\bray_(?:vllm|sglang|serve)_\w+", query)
 
 
@@ -115,7 +119,7 @@ def _base(name: str) -> str:
 
 
 def why_empty(name: str) -> str:
-    """Raises KeyError for what nobody has thought of."""
+    """Why no metric of this name is exported. Raises StopIteration for a name without a reason."""
     return next(why for start, why in NOT_TOLD.items() if name.startswith(f"ray_{start}"))
 
 
@@ -131,7 +135,7 @@ def _table(group: tuple[Definition, ...]) -> str:
 def _note(each: Definition) -> str:
     if each.buckets:
         return f" Buckets: {', '.join(f'{bound:g}' for bound in each.buckets)}."
-    return " Told by whoever makes the page." if each.source is Source.PAGE else ""
+    return " The front end that makes the page reports it." if each.source is Source.PAGE else ""
 
 
 def _labels() -> str:

@@ -16,13 +16,17 @@ from serving.front.http import create_http_app
 PAGE = Path(__file__).resolve().parent / "parameters.md"
 HEAD = """# Parameters
 
-The fields of every request body, as the server checks them; `python docs/parameters.py` writes this page. What a field
-does is said where its protocol is described, in [api.md](api.md), or in the protocol's own documentation. Every field
-may be left out that has no "needed" beside it, and be null. A field that is *refused* is known, and taken only if it
-asks for nothing: null, false, or empty. Others are unknown, and refused unless
-[`api.unknown_fields`](operations.md#settings) lets them pass. `/openapi.json` has the same for programs.
+This page lists the fields of every request body, as the server checks them. `python docs/parameters.py` writes it.
+[api.md](api.md) and the protocols' own documentation describe what the fields do.
+
+A field marked "required" must be sent. Any other field may be left out. It may also be null, unless the table shows a
+default for it. (`max_new_tokens` has a default and may be null.)
+
+The fields after "Refused" are known, but not supported. The server accepts them only if they ask for nothing: null,
+false, 0 or empty. The server refuses unknown fields, unless [`api.unknown_fields`](operations.md#settings) lets them
+pass. `/openapi.json` has the same information for programs.
 """
-SHARED = "## Objects\n\nWhat the tables above name.\n"
+SHARED = "## Objects\n\nThe tables above refer to these objects.\n"
 Schema = Mapping[str, Any]
 
 
@@ -48,7 +52,7 @@ def _no_service() -> Any:
 
 
 def _bodies(paths: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Calls with a body, and the name of its schema; calls of one body together."""
+    """The calls that have a body, each with the name of its schema. Calls with the same schema are one entry."""
     calls: dict[str, list[str]] = {}
     for path, operations in paths.items():
         for method, operation in operations.items():
@@ -66,14 +70,14 @@ def _table(schema: Schema, named: list[str]) -> str:
     refused = []
     if "properties" not in schema:
         return "\n".join([*lines, f"{_value(schema, named)}\n"])
-    lines += ["| field | value | if left out | |", "|---|---|---|---|"]
+    lines += ["| field | value | default | |", "|---|---|---|---|"]
     needed = schema.get("required", ())
     for field, value in sorted(schema["properties"].items(), key=lambda item: item[0] not in needed):
         kinds = _kinds(value)
         if kinds == [{"type": "null"}]:
             refused.append(f"`{field}`")
             continue
-        default = "needed" if field in needed else _default(value)
+        default = "required" if field in needed else _default(value)
         lines.append(
             f"| `{field}` | {_value(value, named)} | {default} | {_flat(value.get('description', ''))} |"
         )
@@ -83,7 +87,7 @@ def _table(schema: Schema, named: list[str]) -> str:
 
 
 def _kinds(schema: Schema) -> list[Schema]:
-    """What it may be, null aside if it may be anything else."""
+    """The schemas of the values that are allowed. Null is among them only if nothing else is allowed."""
     kinds: list[Schema] = [
         kind
         for each in schema.get("anyOf") or schema.get("oneOf") or [schema]
@@ -112,7 +116,7 @@ def _kind(kind: Schema, named: list[str]) -> str:
         case "integer" | "number":
             return kind["type"] + _range(kind)
         case "string":
-            return f"text (at most {kind['maxLength']:,} characters)" if "maxLength" in kind else "text"
+            return f"string (at most {kind['maxLength']:,} characters)" if "maxLength" in kind else "string"
         case "array":
             most = f" (at most {kind['maxItems']:,})" if "maxItems" in kind else ""
             return f"list{most} of {_value(kind.get('items', {}), named)}"
@@ -120,7 +124,7 @@ def _kind(kind: Schema, named: list[str]) -> str:
             return "object"
         case "boolean":
             return "boolean"
-    return "anything"
+    return "any value"
 
 
 def _range(kind: Schema) -> str:
@@ -132,8 +136,9 @@ def _range(kind: Schema) -> str:
         return ""
     if low == high:
         return f", {_number(low)} only"
-    above = "above " if "exclusiveMinimum" in kind else ""
-    return f", {above}{_number(low)} to {_number(high)}"
+    if "exclusiveMinimum" in kind:
+        return f", above {_number(low)}, at most {_number(high)}"
+    return f", {_number(low)} to {_number(high)}"
 
 
 def _number(value: float | None) -> str:

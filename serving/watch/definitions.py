@@ -47,24 +47,24 @@ LABELS = MappingProxyType(
     {
         "cluster": "the setting `metrics.cluster_name`",
         "model": "the name by which clients ask for the model",
-        "replica": "the replica that counts, or of which the controller tells",
+        "replica": "the replica that counts, or on which the controller reports",
         "ingress": "the front end that counts",
         "pool": "`full`, and `window` if the model has sliding-window layers",
         "account": "`free`, `cached`, `protected`, `session`, `in_flight`, `leaked`",
-        "tier": "`device`, `host`, `disk`; of demotions also `log`: dropped, to be computed again",
-        "tenant": "`-`: who names no tenant; with `metrics.tenant_names` the eight that have the most KV at the "
-        "replica; `other`: all others",
-        "outcome": "of turns see [below](#outcomes-of-turns); of conversations `recognized` or `new`",
+        "tier": "`device`, `host`, `disk`; of demotions also `log`: the KV was dropped and has to be computed again",
+        "tenant": "`-` for callers without a tenant; with `metrics.tenant_names`, the eight tenants with the most KV "
+        "at the replica; `other` for all others",
+        "outcome": "of turns: see [below](#outcomes-of-turns); of conversations: `recognized` or `new`",
         "reason": "`stop`, `length`, `abort`, `error`",
-        "kind": "of conversations `unnamed` or `named` (a session whose client sends all of it); "
-        "of orphans see [below](#orphans)",
+        "kind": "of conversations: `unnamed` or `named` (a session whose client sends the whole conversation); "
+        "of orphans: see [below](#orphans)",
         "result": "`clean`, `findings`, `failed` (the engine did not answer)",
-        "route": "the path's template, such as `/v1/kedge/sessions/{session_id}`; `other` where there is none",
+        "route": "the path's template, such as `/v1/kedge/sessions/{session_id}`; `other` for unknown paths",
         "method": "`GET`, `POST`, `PUT`, `PATCH`, `DELETE`, `HEAD`, `OPTIONS`, `websocket`, `other`",
-        "status": "`1xx` to `5xx`; `left`: the client went away before an answer",
+        "status": "`1xx` to `5xx`; `left`: the client went away before the answer",
         "operation": "of the session log: `open`, `fork`, `assign`, `touch`, `load`, `notes`, `commit`, `close`, "
-        "`close_after`, and `find`, `claim`, `changes` of a log that clusters share",
-        "state": "of links `up` or `broken`",
+        "`close_after`; also `find`, `claim`, `changes` if clusters share the log",
+        "state": "of links: `up` or `broken`",
     }
 )
 
@@ -110,45 +110,54 @@ def _of(source: Source, labels: tuple[str, ...]) -> tuple[str, ...]:
 REPLICA, INGRESS, CONTROLLER, PAGE = Source
 
 MEMORY = (
-    _gauge(REPLICA, "kv_pages", "pages", "Pages of KV by account; leaked is 0.", "pool", "account"),
-    _gauge(REPLICA, "kv_pool_pages", "pages", "Pages of KV in the pool.", "pool"),
+    _gauge(
+        REPLICA,
+        "kv_pages",
+        "pages",
+        "KV pages by account. The account leaked should be 0.",
+        "pool",
+        "account",
+    ),
+    _gauge(REPLICA, "kv_pool_pages", "pages", "KV pages in the pool.", "pool"),
     _gauge(
         REPLICA,
         "kv_utilization",
         "ratio",
-        "Share of the KV pool that turns take and lack; above 1 there is not enough for all.",
+        "KV memory that turns use or still need, as a share of the pool. Above 1, not all of them fit.",
     ),
     _gauge(
         REPLICA,
         "tenant_kv_bytes",
         "bytes",
-        "KV of a tenant's sessions and of its turns in flight; what is shared with others is not in it.",
+        "KV of a tenant's sessions and of its turns in flight, without pages that the prefix cache shares.",
         "tenant",
         "tier",
     ),
-    _gauge(REPLICA, "host_kv_bytes", "bytes", "Host memory that idle sessions' KV takes."),
-    _gauge(REPLICA, "host_kv_budget_bytes", "bytes", "Host memory that it may take."),
+    _gauge(REPLICA, "host_kv_bytes", "bytes", "Host memory that the KV of idle sessions uses."),
+    _gauge(REPLICA, "host_kv_budget_bytes", "bytes", "Host memory that the KV of idle sessions may use."),
     _gauge(REPLICA, "host_sessions", "sessions", "Idle sessions whose KV is in host memory."),
-    _gauge(REPLICA, "disk_kv_bytes", "bytes", "Disk that idle sessions' KV takes."),
-    _gauge(REPLICA, "disk_kv_budget_bytes", "bytes", "Disk that it may take."),
+    _gauge(REPLICA, "disk_kv_bytes", "bytes", "Disk space that the KV of idle sessions uses."),
+    _gauge(REPLICA, "disk_kv_budget_bytes", "bytes", "Disk space that the KV of idle sessions may use."),
     _gauge(REPLICA, "disk_sessions", "sessions", "Idle sessions whose KV is on disk."),
-    _counter(REPLICA, "disk_failures", "operations", "Writes and reads of KV on disk that failed."),
-    _counter(REPLICA, "evicted_pages", "pages", "Cached pages dropped for memory."),
+    _counter(REPLICA, "disk_failures", "operations", "Failed writes and reads of KV on disk."),
+    _counter(REPLICA, "evicted_pages", "pages", "Cached pages dropped to make room."),
     _counter(
         REPLICA,
         "demotions",
         "sessions",
-        "Idle sessions whose KV gave way: to host memory, on to disk, or to the log alone.",
+        "Idle sessions whose KV was moved to host memory or on to disk, or was dropped (tier log).",
         "tier",
     ),
     _counter(
         REPLICA,
         "promotions",
         "sessions",
-        "Idle sessions whose KV came back: from host memory, or from disk.",
+        "Idle sessions whose KV was moved back from host memory or from disk.",
         "tier",
     ),
-    _counter(REPLICA, "retractions", "requests", "Running requests put back to wait for memory."),
+    _counter(
+        REPLICA, "retractions", "requests", "Running requests put back into the queue because memory ran out."
+    ),
 )
 ENGINE = (
     _gauge(REPLICA, "sessions", "sessions", "Sessions with a slot in the engine."),
@@ -159,34 +168,46 @@ ENGINE = (
         REPLICA,
         "engine_step_age_seconds",
         "seconds",
-        "Since the engine's present step began; 0 between steps.",
+        "Time since the engine's current step began. 0 between steps.",
     ),
     _counter(REPLICA, "generated_tokens", "tokens", "Tokens generated."),
     _counter(REPLICA, "prefill_tokens", "tokens", "Input tokens computed."),
-    _counter(REPLICA, "cached_tokens", "tokens", "Input tokens whose KV was there."),
-    _counter(REPLICA, "draft_tokens", "tokens", "Tokens proposed ahead of the model."),
-    _counter(REPLICA, "accepted_draft_tokens", "tokens", "Proposed tokens that the model agreed with."),
+    _counter(REPLICA, "cached_tokens", "tokens", "Input tokens whose KV was cached."),
+    _counter(REPLICA, "draft_tokens", "tokens", "Draft tokens proposed to the model."),
+    _counter(REPLICA, "accepted_draft_tokens", "tokens", "Draft tokens that the model accepted."),
 )
 TURNS = (
     _counter(REPLICA, "turns", "turns", "Turns by outcome.", "outcome"),
-    _counter(REPLICA, "finished_turns", "turns", "Turns that the engine has ended, by why it did.", "reason"),
+    _counter(REPLICA, "finished_turns", "turns", "Turns that the engine has ended, by reason.", "reason"),
     _histogram(
-        REPLICA, "queue_seconds", "seconds", "Arrival at the engine to its first step.", QUEUE_BUCKETS_S
+        REPLICA,
+        "queue_seconds",
+        "seconds",
+        "Time from a turn's arrival at the engine to its first step.",
+        QUEUE_BUCKETS_S,
     ),
-    _histogram(REPLICA, "ttft_seconds", "seconds", "Arrival at the replica to first token.", TTFT_BUCKETS_S),
+    _histogram(
+        REPLICA,
+        "ttft_seconds",
+        "seconds",
+        "Time from a turn's arrival at the replica to its first token.",
+        TTFT_BUCKETS_S,
+    ),
     _histogram(
         REPLICA,
         "prefill_seconds",
         "seconds",
-        "A turn's first step to its first token.",
+        "Time from a turn's first step to its first token.",
         QUEUE_BUCKETS_S,
     ),
-    _histogram(REPLICA, "decode_seconds", "seconds", "A turn's first token to its last.", REQUEST_BUCKETS_S),
+    _histogram(
+        REPLICA, "decode_seconds", "seconds", "Time from a turn's first token to its last.", REQUEST_BUCKETS_S
+    ),
     _histogram(
         REPLICA,
         "turn_seconds",
         "seconds",
-        "Arrival of a turn at the replica to its last token.",
+        "Time from a turn's arrival at the replica to its last token.",
         REQUEST_BUCKETS_S,
     ),
     _histogram(
@@ -196,77 +217,92 @@ TURNS = (
         "Time between tokens of one request.",
         INTER_TOKEN_BUCKETS_S,
     ),
-    _histogram(REPLICA, "prompt_tokens", "tokens", "Input of a turn, its history included.", TOKEN_BUCKETS),
+    _histogram(REPLICA, "prompt_tokens", "tokens", "Input of a turn, including its history.", TOKEN_BUCKETS),
     _histogram(REPLICA, "output_tokens", "tokens", "Output of a turn.", TOKEN_BUCKETS),
     _gauge(REPLICA, "commits_pending", "turns", "Finished turns that wait for the session log."),
     _counter(
         REPLICA,
         "commit_retries",
         "commits",
-        "Commits told to the session log again, because it or its controller did not answer.",
+        "Commits sent again because the controller or the session log did not answer.",
     ),
     _histogram(
         REPLICA,
         "commit_seconds",
         "seconds",
-        "The end of a turn's computing to its place in the log, or the end of patience; all tries are in it.",
+        "Time from the end of a turn's computation until the log has it or the replica gives up, with all retries.",
         COMMIT_BUCKETS_S,
     ),
 )
 SESSIONS = (
-    _gauge(REPLICA, "sessions_held", "sessions", "Named sessions whose history the replica has."),
+    _gauge(REPLICA, "sessions_held", "sessions", "Named sessions whose history the replica holds."),
     _gauge(
         REPLICA,
         "unnamed_sessions",
         "sessions",
-        "Conversations without a session whose KV is kept, to be recognized.",
+        "Conversations without a session whose KV is kept in case they continue.",
     ),
     _counter(
         REPLICA,
         "conversations",
         "turns",
-        "Turns whose client sends the whole conversation, by whether what it had before was here.",
+        "Turns whose client sends the whole conversation, by whether the replica recognized the history.",
         "kind",
         "outcome",
     ),
     _counter(
-        REPLICA, "conversation_prompt_tokens", "tokens", "Input of such turns, all that was sent.", "kind"
+        REPLICA,
+        "conversation_prompt_tokens",
+        "tokens",
+        "Input of turns whose client sends the whole conversation.",
+        "kind",
     ),
-    _counter(REPLICA, "conversation_cached_tokens", "tokens", "The part of it whose KV was there.", "kind"),
+    _counter(
+        REPLICA,
+        "conversation_cached_tokens",
+        "tokens",
+        "Input of turns whose client sends the whole conversation, as far as its KV was cached.",
+        "kind",
+    ),
     _histogram(
         REPLICA,
         "session_load_seconds",
         "seconds",
-        "To get a session's history from the log, as after a move.",
+        "Time to load a session's history from the log, for example after a move.",
         MOVE_BUCKETS_S,
     ),
-    _gauge(REPLICA, "orphaned_sessions", "sessions", "KV in the engine of sessions that nobody has here."),
+    _gauge(
+        REPLICA,
+        "orphaned_sessions",
+        "sessions",
+        "Sessions that have KV in the engine, but are unknown to the replica.",
+    ),
 )
 AUDITS = (
-    _counter(REPLICA, "audits", "audits", "Walks over all pages, by what they found.", "result"),
+    _counter(REPLICA, "audits", "audits", "Audits of all pages, by result.", "result"),
     _gauge(
         REPLICA,
         "audit_findings",
         "findings",
-        "What the last one found: pages without just one account, and counters that disagree.",
+        "Findings of the last audit: pages that are not in exactly one account, and counters that disagree.",
     ),
     _gauge(
         REPLICA,
         "audit_timestamp_seconds",
         "seconds",
-        "When the last one ended, in Unix time; 0: there was none yet.",
+        "Unix time at which the last audit ended. 0 if there was none yet.",
     ),
 )
 LINKS = (
     _gauge(REPLICA, "replica_links", "links", "Front ends that are connected to the replica."),
-    _gauge(INGRESS, "links", "links", "Connections to replicas.", "state"),
-    _gauge(INGRESS, "link_calls", "calls", "Calls and turns at replicas that are not over."),
-    _gauge(INGRESS, "link_unread_bytes", "bytes", "Sent to replicas, and not known to have arrived."),
+    _gauge(INGRESS, "links", "links", "Connections to replicas, by state.", "state"),
+    _gauge(INGRESS, "link_calls", "calls", "Calls and turns at replicas that have not ended."),
+    _gauge(INGRESS, "link_unread_bytes", "bytes", "Bytes sent to replicas and not acknowledged yet."),
     _counter(
         INGRESS,
         "connection_breaks",
         "connections",
-        "Times that the stream of events from a replica broke, and was to be opened again.",
+        "Times that the stream of events from a replica broke and had to be opened again.",
     ),
 )
 HTTP = (
@@ -274,17 +310,17 @@ HTTP = (
         INGRESS,
         "http_requests",
         "requests",
-        "Requests that have ended, by the path's template and the class of the status.",
+        "Requests that have ended, by route, method and class of the status.",
         "route",
         "method",
         "status",
     ),
-    _gauge(INGRESS, "http_requests_in_flight", "requests", "Requests under way, WebSockets among them."),
+    _gauge(INGRESS, "http_requests_in_flight", "requests", "Requests in flight, including WebSockets."),
     _histogram(
         INGRESS,
         "http_request_seconds",
         "seconds",
-        "Arrival of a request to the end of its answer; WebSockets are not in it.",
+        "Time from a request's arrival to the end of its answer, without WebSockets.",
         REQUEST_BUCKETS_S,
         "route",
     ),
@@ -292,39 +328,39 @@ HTTP = (
         INGRESS,
         "http_ttft_seconds",
         "seconds",
-        "Arrival of a request to the first event of its stream.",
+        "Time from a request's arrival to the first event of its stream.",
         TTFT_BUCKETS_S,
         "route",
     ),
 )
 DISPATCH = (
-    _counter(INGRESS, "failovers", "calls", "Calls sent again because their owner was lost."),
-    _counter(INGRESS, "takeovers", "turns", "Turns that went on at another replica in mid-stream."),
+    _counter(INGRESS, "failovers", "calls", "Calls sent again because their replica was lost."),
+    _counter(INGRESS, "takeovers", "turns", "Turns that another replica continued in mid-stream."),
     _histogram(
         INGRESS,
         "takeover_seconds",
         "seconds",
-        "The loss of a turn's replica in mid-stream to its next event, at another one.",
+        "Time from the loss of a turn's replica in mid-stream to the turn's next event, from another replica.",
         MOVE_BUCKETS_S,
     ),
     _histogram(
         INGRESS,
         "move_seconds",
         "seconds",
-        "What a turn waited because its session had moved: the former owner's refusal to the next one's answer.",
+        "Delay of a turn whose session had moved: from the former owner's refusal to the new owner's answer.",
         MOVE_BUCKETS_S,
     ),
     _counter(
         INGRESS,
         "ownership_lookups",
         "turns",
-        "Turns whose owner the controller was asked for, rather than found in the cache.",
+        "Turns whose owner was not in the front end's cache, so that it asked the controller.",
     ),
     _gauge(
         PAGE,
         "replicas_expected",
         "replicas",
-        "Replicas that the settings ask for; with autoscaling, the fewest.",
+        "Replicas that the settings ask for. With autoscaling, the minimum.",
     ),
     _gauge(
         PAGE,
@@ -335,26 +371,28 @@ DISPATCH = (
     _gauge(PAGE, "controller_up", "bool", "1 if the controller answered this scrape, else 0."),
 )
 LEDGER = (
-    _gauge(CONTROLLER, "controller_sessions_idle", "sessions", "Sessions in the ledger without a turn."),
+    _gauge(
+        CONTROLLER, "controller_sessions_idle", "sessions", "Sessions in the ledger without a turn in flight."
+    ),
     _gauge(CONTROLLER, "controller_sessions_in_turn", "sessions", "Sessions with a turn in flight."),
     _gauge(
         CONTROLLER,
         "controller_sessions_unowned",
         "sessions",
-        "Sessions whose replica is gone; their next turn gets them a new owner.",
+        "Sessions whose replica is gone. They get a new owner with their next turn.",
     ),
     _gauge(CONTROLLER, "controller_session_tokens", "tokens", "Committed tokens of all sessions."),
     _gauge(
         CONTROLLER,
         "controller_session_size_bytes",
         "bytes",
-        "KV that is held for them; what forks share counts for each.",
+        "KV that replicas hold for all sessions. KV that forks share counts once for each fork.",
     ),
     _gauge(
         CONTROLLER,
         "controller_orphaned_sessions",
         "sessions",
-        "Sessions of which the ledger and a replica say different things.",
+        "Sessions on which the ledger and a replica disagree.",
         "replica",
         "kind",
     ),
@@ -364,48 +402,53 @@ LEDGER = (
             ("sessions_opened", "sessions", "Sessions opened."),
             ("sessions_forked", "sessions", "Sessions forked from others."),
             ("sessions_closed", "sessions", "Sessions closed."),
-            ("sessions_expired", "sessions", "Sessions past their idle timeout."),
-            ("sessions_claimed", "sessions", "Sessions taken from other clusters on the same log."),
-            ("sessions_taken_over", "sessions", "Sessions that other clusters took."),
-            ("turns_committed", "turns", "Turns in the log."),
-            ("turns_refused", "turns", "Commits refused, as those of former owners."),
-            ("commits_failed", "turns", "Commits that found no log and are told again."),
+            ("sessions_expired", "sessions", "Sessions ended by their idle timeout."),
+            ("sessions_claimed", "sessions", "Sessions taken over from other clusters on the same log."),
+            ("sessions_taken_over", "sessions", "Sessions that other clusters on the same log took over."),
+            ("turns_committed", "turns", "Turns written to the log."),
+            ("turns_refused", "turns", "Commits refused, for example because they came from a former owner."),
+            ("commits_failed", "turns", "Commits that failed because of the log. Replicas send them again."),
         )
     ),
     _counter(CONTROLLER, "ownership_transfers", "sessions", "Sessions that moved to another replica."),
     _counter(
-        CONTROLLER, "ownership_rebalanced", "sessions", "Those that left a busy replica for a less busy one."
+        CONTROLLER,
+        "ownership_rebalanced",
+        "sessions",
+        "Sessions that moved from a busy replica to a less busy one.",
     ),
-    _counter(CONTROLLER, "ownership_drained", "sessions", "Those that left a replica that was to go."),
+    _counter(
+        CONTROLLER, "ownership_drained", "sessions", "Sessions that moved away from a draining replica."
+    ),
 )
 MEMBERS = (
     *(
         _gauge(CONTROLLER, f"controller_replicas_{state}", "replicas", text)
         for state, text in (
             ("live", "Replicas in use."),
-            ("joining", "Replicas not heard since the controller began."),
-            ("suspect", "Replicas that somebody cannot reach."),
-            ("draining", "Replicas that are to go."),
+            ("joining", "Replicas not heard from since the controller started."),
+            ("suspect", "Replicas that a front end could not reach."),
+            ("draining", "Replicas that are draining."),
         )
     ),
     _gauge(
         CONTROLLER,
         "controller_heartbeat_age_seconds",
         "seconds",
-        "Since a replica was last heard, of those that are not gone.",
+        "Time since a replica was last heard from, for replicas that are not gone.",
         "replica",
     ),
     _counter(
         CONTROLLER,
         "controller_replicas_lost",
         "replicas",
-        "Replicas that were gone without a farewell, or whose engine has ended or hung.",
+        "Replicas that left without a farewell, or whose engine ended or hung.",
     ),
     _histogram(
         CONTROLLER,
         "controller_drain_seconds",
         "seconds",
-        "A replica's word that it is to go, to its farewell.",
+        "Time from the beginning of a replica's drain to its farewell.",
         DRAIN_BUCKETS_S,
     ),
 )
@@ -414,18 +457,24 @@ LOG = (
         CONTROLLER,
         "controller_store_seconds",
         "seconds",
-        "Operations of the session log, failed ones too.",
+        "Duration of operations of the session log, including failed ones.",
         STORE_BUCKETS_S,
         "operation",
     ),
     _counter(
-        CONTROLLER, "controller_store_errors", "operations", "Operations that the log failed in.", "operation"
+        CONTROLLER,
+        "controller_store_errors",
+        "operations",
+        "Operations of the session log that failed.",
+        "operation",
     ),
-    _gauge(
-        CONTROLLER, "controller_commits_queued", "turns", "Turns that wait for their group to be written."
-    ),
+    _gauge(CONTROLLER, "controller_commits_queued", "turns", "Turns that wait to be written to the log."),
     _histogram(
-        CONTROLLER, "controller_commit_group_turns", "turns", "Turns written together.", GROUP_BUCKETS
+        CONTROLLER,
+        "controller_commit_group_turns",
+        "turns",
+        "Turns written to the log as one group.",
+        GROUP_BUCKETS,
     ),
 )
 

@@ -81,7 +81,7 @@ TURN_FIGURES: Mapping[LLMNames, tuple[TurnFigure, ...]] = MappingProxyType(
             TurnFigure("vllm_prompt_tokens", "input of turns", lambda t: t.prompt_tokens),
             TurnFigure("vllm_generation_tokens", "output of turns", lambda t: t.output_tokens),
             TurnFigure("vllm_prefix_cache_queries", "input of turns", lambda t: t.prompt_tokens),
-            TurnFigure("vllm_prefix_cache_hits", "input whose KV was there", lambda t: t.cached_tokens),
+            TurnFigure("vllm_prefix_cache_hits", "input whose KV was cached", lambda t: t.cached_tokens),
             TurnFigure(
                 "vllm_request_prompt_tokens",
                 "`kedge_prompt_tokens`",
@@ -99,7 +99,7 @@ TURN_FIGURES: Mapping[LLMNames, tuple[TurnFigure, ...]] = MappingProxyType(
             ),
             TurnFigure(
                 "vllm_request_time_per_output_token_seconds",
-                "`kedge_decode_seconds` by the tokens behind the first",
+                "`kedge_decode_seconds` divided by the tokens after the first",
                 _time_per_token,
                 INTER_TOKEN_BUCKETS_S,
             ),
@@ -152,7 +152,7 @@ TURN_FIGURES: Mapping[LLMNames, tuple[TurnFigure, ...]] = MappingProxyType(
             ),
             TurnFigure(
                 "sglang_inter_token_latency_seconds",
-                "`kedge_decode_seconds` by the tokens behind the first; once a turn",
+                "`kedge_decode_seconds` divided by the tokens after the first, once per turn",
                 _time_per_token,
                 INTER_TOKEN_BUCKETS_S,
             ),
@@ -174,16 +174,22 @@ NOW_FIGURES: Mapping[LLMNames, tuple[NowFigure, ...]] = MappingProxyType(
             NowFigure("vllm_num_requests_running", "`kedge_requests_running`", lambda s, _: s.running),
             NowFigure("vllm_num_requests_waiting", "`kedge_requests_waiting`", lambda s, _: s.waiting),
             NowFigure(
-                "vllm_kv_cache_usage_perc", "share of `kedge_kv_pages` not `free` or `cached`", _used_share
+                "vllm_kv_cache_usage_perc",
+                "share of `kedge_kv_pages` that is neither `free` nor `cached`",
+                _used_share,
             ),
         ),
         "sglang": (
             NowFigure("sglang_num_running_reqs", "`kedge_requests_running`", lambda s, _: s.running),
             NowFigure("sglang_num_queue_reqs", "`kedge_requests_waiting`", lambda s, _: s.waiting),
-            NowFigure("sglang_token_usage", "share of `kedge_kv_pages` not `free` or `cached`", _used_share),
+            NowFigure(
+                "sglang_token_usage",
+                "share of `kedge_kv_pages` that is neither `free` nor `cached`",
+                _used_share,
+            ),
             NowFigure(
                 "sglang_cache_hit_rate",
-                "`kedge_cached_tokens_total` of all input, over five seconds",
+                "`kedge_cached_tokens_total` as a share of all input, over five seconds",
                 _cache_hit_rate,
             ),
         ),
@@ -192,12 +198,12 @@ NOW_FIGURES: Mapping[LLMNames, tuple[NowFigure, ...]] = MappingProxyType(
 FINISHED = "vllm_request_success"
 NOT_TOLD: Mapping[str, str] = MappingProxyType(
     {
-        "vllm_num_requests_swapped": "Kedge moves idle sessions' KV to the host, not running requests",
-        "vllm_nixl": "NIXL brings KV from replica to replica; Kedge's KV stays at its replica",
-        "vllm_kv_offload": "bytes and times of single copies are not counted: see `kedge_demotions_total`, "
+        "vllm_num_requests_swapped": "Kedge moves the KV of idle sessions to host memory, not that of running requests",
+        "vllm_nixl": "NIXL transfers KV between replicas; Kedge's KV stays at its replica",
+        "vllm_kv_offload": "Kedge does not count bytes and times of single copies: see `kedge_demotions_total`, "
         "`kedge_promotions_total`, `kedge_host_kv_bytes`",
-        "vllm_external_prefix_cache": "there is no cache outside: what came back from the host counts as a hit",
-        "sglang_num_paused_reqs": "Kedge pauses no requests for new weights",
+        "vllm_external_prefix_cache": "there is no external cache: KV that came back from host memory counts as a hit",
+        "sglang_num_paused_reqs": "Kedge does not pause requests for new weights",
     }
 )
 """What Ray's boards ask for and Kedge does not have, by the beginning of the name, and why."""
@@ -226,7 +232,9 @@ class RayLLM:
         self._requests = Counter(SERVE_REQUESTS, "Turns.", ("route",))
         self._finished = None
         if names == "vllm":
-            self._finished = _counter(FINISHED, "Turns by why they ended.", model, "finished_reason")
+            self._finished = _counter(
+                FINISHED, "Turns by the reason for which they ended.", model, "finished_reason"
+            )
 
     def ended(self, turn: EndedTurn) -> None:
         """Counts a turn of this replica that has ended."""

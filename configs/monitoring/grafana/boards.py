@@ -29,7 +29,7 @@ OVERVIEW = Board(
             (
                 Panel(
                     "Replicas in use",
-                    "Of those that there should be.",
+                    "Replicas in use, and replicas that the settings ask for.",
                     PLAIN,
                     (
                         Query("max by (cluster, model) (kedge_controller_replicas_live{@c})", "in use"),
@@ -40,7 +40,7 @@ OVERVIEW = Board(
                 ),
                 Panel(
                     "Leaked pages",
-                    "Pages in no account, or in two. Anything but 0 is a bug: `kedge audit`.",
+                    "Pages in no account, or in two. Anything but 0 is a bug; run `kedge audit`.",
                     PLAIN,
                     (Query('sum by (cluster, model) (abs(kedge_kv_pages{@r, account="leaked"}))', "leaked"),),
                     "stat",
@@ -48,15 +48,15 @@ OVERVIEW = Board(
                 ),
                 Panel(
                     "Audit findings",
-                    "What the last audits of all replicas found.",
+                    "Findings of the last audit of each replica, in total.",
                     PLAIN,
                     (Query("sum by (cluster, model) (kedge_audit_findings{@r})", "findings"),),
                     "stat",
                     6,
                 ),
                 Panel(
-                    "Alerts that fire",
-                    "By name.",
+                    "Firing alerts",
+                    "Firing alerts by name.",
                     PLAIN,
                     (
                         Query(
@@ -73,19 +73,24 @@ OVERVIEW = Board(
             (
                 Panel(
                     "Requests",
-                    "By the class of their status.",
+                    "Requests per second, by class of the status.",
                     "reqps",
                     (Query(rate("kedge_http_requests_total", "@c", "status"), "{{status}}"),),
                     stacked=True,
                 ),
                 quantiles(
                     "Time to first event",
-                    "Of streams, at the front end.",
+                    "Time from a request to the first event of its stream, at the front end.",
                     "kedge_http_ttft_seconds",
                     "@c",
                     rarely=NO_STREAMS,
                 ),
-                quantiles("Time of a request", "Whole answers.", "kedge_http_request_seconds", "@c"),
+                quantiles(
+                    "Request duration",
+                    "Time from a request to the end of its answer.",
+                    "kedge_http_request_seconds",
+                    "@c",
+                ),
             ),
         ),
         Row(
@@ -93,17 +98,17 @@ OVERVIEW = Board(
             (
                 Panel(
                     "Tokens",
-                    "Made, computed of input, and found in KV.",
+                    "Output tokens, computed input tokens, and input tokens whose KV was cached.",
                     "cps",
                     (
-                        Query(rate("kedge_generated_tokens_total"), "made"),
+                        Query(rate("kedge_generated_tokens_total"), "output"),
                         Query(rate("kedge_prefill_tokens_total"), "input, computed"),
-                        Query(rate("kedge_cached_tokens_total"), "input, from KV"),
+                        Query(rate("kedge_cached_tokens_total"), "input, cached"),
                     ),
                 ),
                 Panel(
                     "Requests in engines",
-                    "In batches, and waiting for admission.",
+                    "Requests in the running batches, and requests waiting for admission.",
                     PLAIN,
                     (
                         Query("sum by (cluster, model) (kedge_requests_running{@r})", "running"),
@@ -111,8 +116,8 @@ OVERVIEW = Board(
                     ),
                 ),
                 Panel(
-                    "KV that turns take and lack",
-                    "As a share of the pool; above 1 there is not enough for all.",
+                    "KV that turns need",
+                    "KV memory that turns use or still need, as a share of the pool. Above 1, not all of them fit.",
                     SHARE,
                     (Query("max by (cluster, model, replica) (kedge_kv_utilization{@r})", "{{replica}}"),),
                 ),
@@ -126,11 +131,11 @@ MEMORY = Board(
     "Kedge / KV memory",
     (
         Row(
-            "The pools' books",
+            "Page accounts",
             (
                 Panel(
                     "Pages by account",
-                    "All together are the pool; leaked is 0.",
+                    "The accounts add up to the pool. The account leaked should be 0.",
                     PLAIN,
                     (Query("sum by (pool, account) (kedge_kv_pages{@r})", "{{pool}} {{account}}"),),
                     width=12,
@@ -138,7 +143,7 @@ MEMORY = Board(
                 ),
                 Panel(
                     "Free and cached pages",
-                    "What can be given at once, as a share of each replica's pool.",
+                    "Pages available at once, as a share of each replica's pool.",
                     SHARE,
                     (
                         Query(
@@ -151,13 +156,13 @@ MEMORY = Board(
                 ),
                 Panel(
                     "Leaked pages",
-                    "By replica.",
+                    "Pages in no account, or in two, by replica.",
                     PLAIN,
                     (Query('kedge_kv_pages{@r, account="leaked"}', "{{replica}} {{pool}}"),),
                 ),
                 Panel(
                     "Retractions and evictions",
-                    "Running requests put back for memory; cached pages dropped.",
+                    "Running requests put back into the queue, and cached pages dropped, because memory ran out.",
                     "ops",
                     (
                         Query(rate("kedge_retractions_total"), "retractions"),
@@ -166,7 +171,7 @@ MEMORY = Board(
                 ),
                 Panel(
                     "Age of the last audit",
-                    "Since each replica's books were walked.",
+                    "Time since the last audit of each replica.",
                     SECONDS,
                     (Query("time() - (kedge_audit_timestamp_seconds{@r} > 0)", "{{replica}}"),),
                 ),
@@ -177,7 +182,7 @@ MEMORY = Board(
             (
                 Panel(
                     "Host memory",
-                    "Idle sessions' KV, and what it may take.",
+                    "Host memory that the KV of idle sessions uses, and its budget.",
                     BYTES,
                     (
                         Query("sum by (cluster, model) (kedge_host_kv_bytes{@r})", "used"),
@@ -186,7 +191,7 @@ MEMORY = Board(
                 ),
                 Panel(
                     "Disk",
-                    "The same on disk.",
+                    "Disk space that the KV of idle sessions uses, its budget, and failed operations per second.",
                     BYTES,
                     (
                         Query("sum by (cluster, model) (kedge_disk_kv_bytes{@r})", "used"),
@@ -196,7 +201,7 @@ MEMORY = Board(
                 ),
                 Panel(
                     "Sessions by tier",
-                    "Idle ones whose KV is in host memory, or on disk.",
+                    "Idle sessions whose KV is in host memory, and those whose KV is on disk.",
                     PLAIN,
                     (
                         Query("sum by (cluster, model) (kedge_host_sessions{@r})", "host"),
@@ -204,15 +209,15 @@ MEMORY = Board(
                     ),
                 ),
                 Panel(
-                    "KV that gives way",
-                    "By where it goes; from the log it is computed anew.",
+                    "Demotions",
+                    "Idle sessions per second whose KV moves to this tier. Tier log: the KV is dropped.",
                     "ops",
                     (Query(rate("kedge_demotions_total", "@r", "tier"), "to {{tier}}"),),
                     width=12,
                 ),
                 Panel(
-                    "KV that comes back",
-                    "By where it was.",
+                    "Promotions",
+                    "Idle sessions per second whose KV moves back from this tier.",
                     "ops",
                     (Query(rate("kedge_promotions_total", "@r", "tier"), "from {{tier}}"),),
                     width=12,
@@ -231,7 +236,7 @@ SESSIONS = Board(
             (
                 Panel(
                     "Sessions in the ledger",
-                    "Unowned ones get an owner with their next turn.",
+                    "Sessions without an owner get one with their next turn.",
                     PLAIN,
                     (
                         Query("max by (cluster, model) (kedge_controller_sessions_idle{@c})", "idle"),
@@ -242,13 +247,13 @@ SESSIONS = Board(
                 ),
                 Panel(
                     "Sessions by replica",
-                    "Whose history each has.",
+                    "Sessions whose history each replica holds.",
                     PLAIN,
                     (Query("sum by (replica) (kedge_sessions_held{@r})", "{{replica}}"),),
                 ),
                 Panel(
-                    "Opened and ended",
-                    "A second.",
+                    "Opened and ended sessions",
+                    "Sessions per second.",
                     "ops",
                     (
                         Query(rate("kedge_controller_sessions_opened_total", "@c"), "opened"),
@@ -258,8 +263,8 @@ SESSIONS = Board(
                     ),
                 ),
                 Panel(
-                    "Sessions that moved",
-                    "To another replica: in all, for load, and from one that was to go.",
+                    "Moved sessions",
+                    "Sessions per second that move to another replica: all, for load, and from draining replicas.",
                     "ops",
                     (
                         Query(rate("kedge_ownership_transfers_total", "@c"), "all"),
@@ -268,15 +273,15 @@ SESSIONS = Board(
                     ),
                 ),
                 quantiles(
-                    "What a move costs a turn",
-                    "The former owner's refusal to the next one's answer.",
+                    "Delay of a turn by a move",
+                    "Time from the former owner's refusal to the new owner's answer.",
                     "kedge_move_seconds",
                     "@c",
                     rarely=NO_MOVES,
                 ),
                 Panel(
-                    "The ledger and replicas disagree",
-                    "Sessions, by kind: see the runbook of KedgeOrphanedSessions.",
+                    "Orphaned sessions",
+                    "Sessions on which the ledger and a replica disagree. See the runbook of KedgeOrphanedSessions.",
                     PLAIN,
                     (
                         Query(
@@ -293,14 +298,14 @@ SESSIONS = Board(
             (
                 Panel(
                     "KV by tenant",
-                    "Those that have the most; `-` names none.",
+                    "The tenants with the most KV. `-` stands for callers without a tenant.",
                     BYTES,
                     (Query("sum by (tenant, tier) (kedge_tenant_kv_bytes{@r})", "{{tenant}} {{tier}}"),),
                     stacked=True,
                 ),
                 Panel(
-                    "Whole conversations, recognized",
-                    "Of turns whose client sends all of it each time.",
+                    "Recognized conversations",
+                    "Turns per second whose client sends the whole conversation, by whether it was recognized.",
                     "ops",
                     (
                         Query(
@@ -309,8 +314,8 @@ SESSIONS = Board(
                     ),
                 ),
                 Panel(
-                    "Input that was there",
-                    "Share of all input whose KV had not to be computed.",
+                    "Cached input",
+                    "Share of all input whose KV was cached.",
                     SHARE,
                     (
                         Query(
@@ -330,14 +335,30 @@ ENGINE = Board(
     "Kedge / Engine",
     (
         Row(
-            "A turn's time",
+            "Duration of a turn's parts",
             (
-                quantiles("Queue", "Arrival at the engine to its first step.", "kedge_queue_seconds"),
-                quantiles("Prefill", "First step to first token.", "kedge_prefill_seconds"),
-                quantiles("First token", "Arrival at the replica to first token.", "kedge_ttft_seconds"),
-                quantiles("Between tokens", "Of one request.", "kedge_inter_token_seconds"),
-                quantiles("Decode", "First token to last.", "kedge_decode_seconds"),
-                quantiles("Commit", "The end of computing to the log.", "kedge_commit_seconds"),
+                quantiles(
+                    "Queue",
+                    "Time from a turn's arrival at the engine to its first step.",
+                    "kedge_queue_seconds",
+                ),
+                quantiles(
+                    "Prefill", "Time from a turn's first step to its first token.", "kedge_prefill_seconds"
+                ),
+                quantiles(
+                    "First token",
+                    "Time from a turn's arrival at the replica to its first token.",
+                    "kedge_ttft_seconds",
+                ),
+                quantiles(
+                    "Between tokens", "Time between tokens of one request.", "kedge_inter_token_seconds"
+                ),
+                quantiles("Decode", "Time from a turn's first token to its last.", "kedge_decode_seconds"),
+                quantiles(
+                    "Commit",
+                    "Time from the end of a turn's computation until the log has it.",
+                    "kedge_commit_seconds",
+                ),
             ),
         ),
         Row(
@@ -345,25 +366,25 @@ ENGINE = Board(
             (
                 Panel(
                     "Steps",
-                    "A second, by replica.",
+                    "Engine steps per second, by replica.",
                     "ops",
                     (Query(rate("kedge_engine_steps_total", "@r", "replica"), "{{replica}}"),),
                 ),
                 Panel(
-                    "Age of the present step",
-                    "One that never ends hangs.",
+                    "Age of the current step",
+                    "Time since the engine's current step began. If it keeps growing, the engine hangs.",
                     SECONDS,
                     (Query("max by (replica) (kedge_engine_step_age_seconds{@r})", "{{replica}}"),),
                 ),
                 Panel(
-                    "Tokens made",
-                    "A second, by replica.",
+                    "Output tokens",
+                    "Output tokens per second, by replica.",
                     "cps",
                     (Query(rate("kedge_generated_tokens_total", "@r", "replica"), "{{replica}}"),),
                 ),
                 Panel(
                     "Running and waiting",
-                    "By replica.",
+                    "Requests in each replica's engine.",
                     PLAIN,
                     (
                         Query("sum by (replica) (kedge_requests_running{@r})", "{{replica}} running"),
@@ -371,8 +392,8 @@ ENGINE = Board(
                     ),
                 ),
                 Panel(
-                    "Turns' length",
-                    "Medians: input with history, and output.",
+                    "Length of turns",
+                    "Median tokens of a turn's input, including its history, and of its output.",
                     PLAIN,
                     (
                         Query(quantile(0.5, "kedge_prompt_tokens"), "input"),
@@ -380,14 +401,14 @@ ENGINE = Board(
                     ),
                 ),
                 Panel(
-                    "Why turns end",
-                    "A second.",
+                    "Finish reasons",
+                    "Turns per second, by the reason for which they ended.",
                     "ops",
                     (Query(rate("kedge_finished_turns_total", "@r", "reason"), "{{reason}}"),),
                 ),
                 Panel(
-                    "Drafts",
-                    "Tokens proposed, and those that the model agreed with.",
+                    "Draft tokens",
+                    "Draft tokens per second: proposed, and accepted by the model.",
                     "cps",
                     (
                         Query(rate("kedge_draft_tokens_total"), "proposed"),

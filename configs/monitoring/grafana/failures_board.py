@@ -28,14 +28,14 @@ FAILURES = Board(
             (
                 Panel(
                     "Turns by outcome",
-                    "Ours are error, unavailable, store_failed and stale.",
+                    "Turns per second. The server's faults are error, unavailable, store_failed and stale.",
                     "ops",
                     (Query(rate("kedge_turns_total", "@r", "outcome"), "{{outcome}}"),),
                     stacked=True,
                 ),
                 Panel(
                     "Requests by route and status",
-                    "All that were not answered well.",
+                    "Requests per second that did not get a 2xx status.",
                     "reqps",
                     (
                         Query(
@@ -46,8 +46,8 @@ FAILURES = Board(
                     ),
                 ),
                 Panel(
-                    "First token's objective",
-                    "Share of streams over 2 s; the objective is 1 %.",
+                    "First-token objective",
+                    "Share of streams that wait more than 2 s for their first event. The objective is 1 %.",
                     SHARE,
                     (
                         Query("kedge:ttft_slow:ratio5m{@c}", "5 minutes", NO_STREAMS),
@@ -62,7 +62,7 @@ FAILURES = Board(
             (
                 Panel(
                     "Replicas by state",
-                    "As the controller sees them.",
+                    "Replicas by state, as the controller sees them.",
                     PLAIN,
                     tuple(
                         Query(f"max by (cluster, model) (kedge_controller_replicas_{state}{{@c}})", state)
@@ -72,13 +72,13 @@ FAILURES = Board(
                 ),
                 Panel(
                     "Heartbeats",
-                    "Since each replica was heard.",
+                    "Time since each replica was last heard from.",
                     SECONDS,
                     (Query("max by (replica) (kedge_controller_heartbeat_age_seconds{@r})", "{{replica}}"),),
                 ),
                 Panel(
                     "Lost replicas, failovers, takeovers",
-                    "A second.",
+                    "Events per second.",
                     "ops",
                     (
                         Query(rate("kedge_controller_replicas_lost_total", "@c"), "lost replicas"),
@@ -88,31 +88,31 @@ FAILURES = Board(
                     ),
                 ),
                 quantiles(
-                    "What a takeover costs a turn",
-                    "The loss of its replica to its next event.",
+                    "Delay of a turn by a takeover",
+                    "Time from the loss of the turn's replica to the turn's next event.",
                     "kedge_takeover_seconds",
                     "@c",
                     rarely=NO_DEATHS,
                 ),
                 quantiles(
                     "Drains",
-                    "A replica's word that it is to go, to its farewell.",
+                    "Time from the beginning of a replica's drain to its farewell.",
                     "kedge_controller_drain_seconds",
                     "@c",
                     rarely=NO_DRAINS,
                 ),
                 Panel(
                     "Links",
-                    "Of front ends to replicas.",
+                    "Connections of front ends to replicas, and calls in flight on them.",
                     PLAIN,
                     (
                         Query("sum by (state) (kedge_links{@c})", "{{state}}"),
-                        Query("sum by (cluster, model) (kedge_link_calls{@c})", "calls under way"),
+                        Query("sum by (cluster, model) (kedge_link_calls{@c})", "calls in flight"),
                     ),
                 ),
                 Panel(
-                    "The page itself",
-                    "Whether the controller answers, and who is missing.",
+                    "Metrics page",
+                    "Whether the controller answered the scrape, and how many replicas did not.",
                     PLAIN,
                     (
                         Query("max by (cluster, model) (kedge_controller_up{@c})", "controller"),
@@ -128,7 +128,7 @@ FAILURES = Board(
             (
                 Panel(
                     "Operations of the log",
-                    "p99 by operation.",
+                    "99th percentile of the duration, by operation.",
                     SECONDS,
                     (
                         Query(
@@ -139,13 +139,13 @@ FAILURES = Board(
                 ),
                 Panel(
                     "Failures of the log",
-                    "By operation.",
+                    "Failed operations per second, by operation.",
                     "ops",
                     (Query(rate("kedge_controller_store_errors_total", "@c", "operation"), "{{operation}}"),),
                 ),
                 Panel(
                     "Turns that wait for the log",
-                    "Finished ones, at replicas; commits told again.",
+                    "Finished turns at replicas that the log does not have yet, and commits sent again.",
                     PLAIN,
                     (
                         Query("sum by (cluster, model) (kedge_commits_pending{@r})", "waiting"),

@@ -25,7 +25,7 @@ def audit(
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Walk over every KV page of every replica. Exit status 1 if any is lost, counted twice or not looked at."""
+    """Check every KV page of every replica. Exit status 1 if a page is lost, counted twice or could not be checked."""
     with one_line_errors("audit"), server_at(url, api_key, timeout=60.0) as client:
         found = request_json(client, "GET", AUDIT_PATH)
     if as_json:

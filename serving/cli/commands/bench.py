@@ -24,47 +24,49 @@ from serving.cli.load.summary import Limits, summarize
 EXIT_REJECTED = 3
 """Exit status of a run that completed but cannot be trusted."""
 
-SilenceTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds without a byte before a turn fails.")]
-Concurrency = Annotated[int | None, typer.Option(min=1, help="Sessions at a time; all if left out.")]
-KeepAlive = Annotated[bool, typer.Option(help="One connection for many turns.")]
+SilenceTimeout = Annotated[
+    float, typer.Option(min=0.1, help="A turn fails after this many seconds without a byte.")
+]
+Concurrency = Annotated[int | None, typer.Option(min=1, help="Sessions at the same time. By default, all.")]
+KeepAlive = Annotated[bool, typer.Option(help="Use one connection for many turns.")]
 SERVER_PID_HELP = (
-    "Process of the server, to tell its and its children's CPU use from others'; Kedge's is found."
+    "Process id of the server, so that its CPU use does not count as other processes'. Kedge's is found."
 )
 
 
 def bench(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
-    model: Annotated[str | None, typer.Option(help="Model id; the server's first if left out.")] = None,
-    mode: Annotated[Mode, typer.Option(help="Send only what is new, or all history.")] = Mode.SESSION,
-    endpoint: Annotated[Endpoint, typer.Option(help="Which OpenAI endpoint.")] = Endpoint.CHAT,
+    model: Annotated[str | None, typer.Option(help="Model id. By default, the server's first model.")] = None,
+    mode: Annotated[Mode, typer.Option(help="Send the new message, or all history.")] = Mode.SESSION,
+    endpoint: Annotated[Endpoint, typer.Option(help="The OpenAI endpoint to call.")] = Endpoint.CHAT,
     prompt: Annotated[
-        PromptKind, typer.Option(help="ids: exact lengths, completions only.")
+        PromptKind, typer.Option(help="With ids, prompts have the exact length. Only for completions.")
     ] = PromptKind.TEXT,
-    sessions: Annotated[int, typer.Option(min=1, help="Sessions in all.")] = 8,
+    sessions: Annotated[int, typer.Option(min=1, help="Number of sessions.")] = 8,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each session.")] = 10,
     input_tokens: Annotated[int, typer.Option(min=1, help="New tokens sent per turn.")] = 16,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated per turn.")] = 16,
     concurrency: Concurrency = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Whole sessions run before measuring.")] = 2,
-    seed: Annotated[int, typer.Option(help="Same seed, same prompts.")] = 0,
-    vocab_size: Annotated[int, typer.Option(help="Token ids are drawn below this.")] = 1000,
-    ignore_eos: Annotated[bool, typer.Option(help="Ask for full-length answers.")] = True,
+    warmup: Annotated[int, typer.Option(min=0, help="Sessions that run before the measurement.")] = 2,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same prompts.")] = 0,
+    vocab_size: Annotated[int, typer.Option(help="With ids, token ids are below this number.")] = 1000,
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of the full length.")] = True,
     timeout: SilenceTimeout = 120.0,
     keep_alive: KeepAlive = True,
     server_pid: Annotated[list[int] | None, typer.Option(help=SERVER_PID_HELP)] = None,
     max_burst_share: Annotated[
-        float, typer.Option(help="More bursts reject the run.")
+        float, typer.Option(help="A larger share of bursts rejects the run, if the client was late.")
     ] = Limits().burst_share,
     max_other_cores: Annotated[
-        float, typer.Option(help="More CPU use by others does.")
+        float, typer.Option(help="CPU use by other processes above this many cores rejects the run.")
     ] = Limits().other_cores,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this file.")] = None,
 ) -> None:
     """Measure TTFT, time per token and throughput of multi-turn sessions.
 
-    Exit status: 0 measured; 1 the server is down or cannot carry the load; 3 measured but rejected.
-    On a small machine run `chrt -f 50 kedge bench ...`, or the client starves behind the server.
+    Exit status: 0 measured; 1 the server is down or cannot carry the load; 3 measured, but the figures are rejected.
+    On a small machine, run `chrt -f 50 kedge bench ...`. Otherwise the server leaves the client too little CPU time.
     """
     console = Console()
     with one_line_errors("bench"):

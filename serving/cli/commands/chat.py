@@ -35,17 +35,18 @@ def chat(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     session: Annotated[
-        str | None, typer.Option(help="Session to go on with, which stays open; a new one if left out.")
+        str | None,
+        typer.Option(help="Session to continue, which stays open afterwards. By default, a new one."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Model id; the server's first if left out.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model id. By default, the server's first model.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt of a new session.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy; the server's default if left out.")
+        float | None, typer.Option(help="Sampling temperature; 0 is greedy. By default, the server's.")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of an answer.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print each turn as a line of JSON.")] = False,
 ) -> None:
-    """Talk to the model. Each turn sends only the new message; the session's KV cache stays put.
+    """Talk to the model. Each turn sends only the new message; the server keeps the session's KV cache.
 
     Exit status: 1 if a turn failed.
     """

@@ -20,7 +20,7 @@ def drain(
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have a replica hand its sessions over, end its turns and end itself. Ray Serve then starts another one."""
+    """Drain a replica: it hands over its sessions, finishes its turns and ends. Ray Serve then starts another one."""
     with one_line_errors("drain"), server_at(url, api_key, timeout=TIMEOUT_S) as client:
         reply = request_json(client, "POST", f"/v1/kedge/replicas/{quote(replica, safe='')}/drain")
     if as_json:

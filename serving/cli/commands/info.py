@@ -23,9 +23,9 @@ NAME_WIDTH = 10
 
 
 def info(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJson = False) -> None:
-    """Print what runs there: version, model, replicas with their KV pools and tiers, limits, front ends.
+    """Print what the server runs: version, model, replicas with their KV pools and tiers, limits, front ends.
 
-    Replicas and limits are for operators: where the server has keys, give an operator's with --api-key.
+    Only operators see replicas and limits: if the server has keys, pass an operator's with --api-key.
     """
     with one_line_errors("info"), server_at(url, api_key, timeout=TIMEOUT_S) as client:
         facts = gather_facts(client)

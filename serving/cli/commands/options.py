@@ -10,9 +10,9 @@ from serving.cli.commands.completion import replica_ids, session_ids
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
-API_KEY_HELP = "Sent with every call, where the server wants one."
+API_KEY_HELP = "The API key, if the server wants one."
 URL_HELP = "Address of the server, without /v1."
-TENANT_HELP = "Whose sessions are meant; for keys that are no tenant's, such as an operator's."
+TENANT_HELP = "The tenant that owns the sessions, for keys without a tenant, such as an operator's."
 
 ApiKey = Annotated[str | None, typer.Option(envvar="KEDGE_API_KEY", show_envvar=True, help=API_KEY_HELP)]
 Url = Annotated[str, typer.Option(envvar="KEDGE_URL", help=URL_HELP)]

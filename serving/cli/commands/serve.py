@@ -19,29 +19,29 @@ from serving.cli.start.ray_cluster import check_cluster
 from serving.cli.start.readiness import Expected, answers_already, expected_of, say_when_ready
 
 ADDRESS_HELP = (
-    "host:port of the Ray cluster to serve on. If left out RAY_ADDRESS, else the cluster that `ray start` started"
-    " on this machine, else one that is started here, with a token."
+    "host:port of the Ray cluster to serve on. The default is RAY_ADDRESS; without it, the cluster that `ray start`"
+    " started on this machine; without that, kedge starts a cluster here, with a token."
 )
 PROXY_HELP = (
-    "What takes HTTP calls of a cluster that is started here: HAProxy, where ray\\[serve] has brought it (Linux), or"
-    " Ray Serve's own proxy, which is slower. If left out the faster one that there is."
+    "The HTTP proxy of a cluster that kedge starts here: HAProxy, which ray\\[serve] installs on Linux, or Ray Serve's"
+    " own proxy, which is slower. The default is HAProxy if it is installed."
 )
 ALLOW_HELP = (
-    "Serve on a Ray cluster that asks for no token, though others may reach it: they can run code there."
+    "Serve also on a Ray cluster that asks for no token. Whoever can reach such a cluster can run code on it."
 )
 
 
 def serve(
-    config: Annotated[Path, typer.Argument(help="The config file, such as configs/cluster.yaml.")],
+    config: Annotated[Path, typer.Argument(help="The config file, for example configs/cluster.yaml.")],
     address: Annotated[str | None, typer.Option(help=ADDRESS_HELP)] = None,
     proxy: Annotated[Proxy | None, typer.Option(help=PROXY_HELP, show_default=False)] = None,
     allow_no_token: Annotated[bool, typer.Option("--allow-no-token", help=ALLOW_HELP)] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the line that it is ready as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the ready line as JSON.")] = False,
 ) -> None:
     """Check the settings and the Ray cluster, then serve in the foreground (`serve run`). Ctrl-C stops it.
 
-    Once it answers it says so in one line: where, which model, how many replicas, after how many seconds. Exit status:
-    1 if nothing was started, else that of `serve run`.
+    When the server is ready, one line tells its address, the model, the number of replicas and the seconds that it
+    took. Exit status: 1 if nothing was started, else that of `serve run`.
     """
     began_s = time.monotonic()
     environ = dict(os.environ)  # before Ray is imported, which may change it

@@ -40,19 +40,21 @@ from serving.cli.commands.wording import counted, duration
 
 TIMEOUT_S = 60.0
 
-At = Annotated[int | None, typer.Option(min=0, help="Tokens to begin with; all if left out.")]
-AtTurn = Annotated[int | None, typer.Option(min=0, help="Begin behind this turn, in place of --at.")]
+At = Annotated[int | None, typer.Option(min=0, help="Number of tokens to keep. By default, all.")]
+AtTurn = Annotated[
+    int | None, typer.Option(min=0, help="Keep this turn and those before it, instead of --at.")
+]
 ToTurn = Annotated[int | None, typer.Option(min=0, help="Keep this turn and those before it.")]
-ToTokens = Annotated[int | None, typer.Option("--to", min=0, help="Keep the first so many tokens.")]
+ToTokens = Annotated[int | None, typer.Option("--to", min=0, help="Keep this many tokens from the start.")]
 ToReplica = Annotated[
     str | None,
     typer.Option(
-        "--to", help="The replica; the controller picks one if left out.", autocompletion=replica_ids
+        "--to", help="The new owner. By default, the controller picks it.", autocompletion=replica_ids
     ),
 ]
-Full = Annotated[bool, typer.Option("--full", help="Do not shorten what was said.")]
+Full = Annotated[bool, typer.Option("--full", help="Print long texts in full.")]
 
-app = typer.Typer(help="List sessions, look into one, or change it.")
+app = typer.Typer(help="List sessions, show one, or change it.")
 
 
 @app.callback(invoke_without_command=True)
@@ -65,7 +67,7 @@ def sessions(
 ) -> None:
     """List sessions: owner, epoch, tokens, bytes, turns, idle time.
 
-    The commands below look into one of them, or change it.
+    The commands below show one session, or change it.
     """
     if context.invoked_subcommand is not None:
         return
@@ -89,7 +91,7 @@ def show(
 ) -> None:
     """Print what was said in a session, turn by turn.
 
-    A turn's checkpoint is how many tokens there were when it had ended: what `rewind` and `fork` go back to.
+    A turn's checkpoint is the number of tokens at its end. `rewind` and `fork` can go back to it.
     """
     with one_line_errors("sessions show"), _server(context, url, api_key, tenant) as client:
         found = read_session(client, session_id)
@@ -110,7 +112,7 @@ def close(
 ) -> None:
     """End sessions for good.
 
-    Their KV is freed, and their history deleted from the log. With a turn in flight a session ends when that does.
+    Their KV is freed, and their history is deleted from the log. A session with a turn in flight ends with that turn.
     """
     closed: list[str] = []
     try:
@@ -128,13 +130,13 @@ def fork(
     session_id: SessionId,
     at: At = None,
     turn: AtTurn = None,
-    new_id: Annotated[str | None, typer.Option("--as", help="Id of the fork; a new one if left out.")] = None,
+    new_id: Annotated[str | None, typer.Option("--as", help="Id of the fork. By default, a new one.")] = None,
     url: OwnUrl = None,
     api_key: OwnApiKey = None,
     tenant: OwnTenant = None,
     as_json: AsJson = False,
 ) -> None:
-    """Start a session at the history of another, sharing its KV."""
+    """Start a new session with the history of another one. The two share KV."""
     if at is not None and turn is not None:
         raise usage_error("--at and --turn are two ways to say one thing: give one of them")
     with one_line_errors("sessions fork"), _server(context, url, api_key, tenant) as client:
@@ -156,7 +158,7 @@ def rewind(
 ) -> None:
     """Take back the last turns of a session.
 
-    `kedge sessions show` numbers them. What is cut off is gone; `kedge sessions fork` keeps it.
+    `kedge sessions show` prints their numbers. Turns that are cut off are lost. To keep them, fork the session first.
     """
     if (to is None) == (turn is None):
         raise usage_error("say what is to be kept: either --turn TURN or --to TOKENS")
@@ -175,10 +177,10 @@ def move(
     tenant: OwnTenant = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have another replica own a session, from its next turn on.
+    """Move a session to another replica, which owns it from the next turn on.
 
-    Its history goes along; its KV is computed again with that turn, whose first token comes later. With a turn in
-    flight the session stays. For operators.
+    The history moves with it. The KV is computed again with the next turn, so that its first token comes later. A
+    session with a turn in flight does not move. Only for operators.
     """
     with one_line_errors("sessions move"), _server(context, url, api_key, tenant) as client:
         moved = move_session(client, session_id, to)

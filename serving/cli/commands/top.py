@@ -22,8 +22,8 @@ AGAIN_AFTER_S = 1.0
 STATES_FOR_RATES = 2
 TIMEOUT_S = 10.0
 
-Interval = Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds between two pictures.")]
-Once = Annotated[bool, typer.Option("--once", help="Print one picture, after one interval, and end.")]
+Interval = Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds between updates.")]
+Once = Annotated[bool, typer.Option("--once", help="Print one picture after one interval, then exit.")]
 
 
 def top(
@@ -33,10 +33,11 @@ def top(
     once: Once = False,
     as_json: AsJson = False,
 ) -> None:
-    """Watch a cluster: replicas and whose their KV pages are, load, sessions, and what happens. Ctrl-C ends it.
+    """Watch a cluster: replicas and their KV pages, load, sessions, and events. Ctrl-C ends it.
 
-    For operators. With --json each event of the stream is a line of JSON, with its name under "event"; with --once,
-    too, the state alone. A server that goes away is waited for, unless it was never there (exit status 1).
+    Only for operators. With --json, each event of the stream is a line of JSON, with its name under "event"; with
+    --json --once, only the state is printed. If the server goes away, kedge waits for it. If there was none at the
+    start, the exit status is 1.
     """
     try:
         with one_line_errors("top"), server_at(url, api_key, timeout=TIMEOUT_S) as client:

@@ -16,8 +16,9 @@ PATH = "/v1/kedge/debug/faults"
 
 
 class FaultBody(BaseModel):
-    """A fault to plant. `replica_id` None: in any replica. `session_id` is for faults of a session (None: any idle one
-    there), `tenant` is the session's. `delay_s` is for slow commits and slow steps. The fault ends after `for_s`."""
+    """A fault to plant. Without `replica_id`, any replica gets it. `session_id` and `tenant` are for faults of a
+    session; without `session_id`, any idle session there is damaged. `delay_s` is for slow commits and slow steps. The
+    fault ends after `for_s` seconds."""
 
     model_config = ConfigDict(extra="forbid")
 

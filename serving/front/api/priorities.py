@@ -14,9 +14,9 @@ from serving.front.api.errors import UNSUPPORTED, refusal
 MOST = 1000
 
 Priority = Annotated[int, Field(ge=-MOST, le=MOST)]
-_IF_ALLOWED = "where the setting api.request_priority is on; else only 0 is taken."
-LOWER_FIRST = f"Of those that wait the lowest goes first, {_IF_ALLOWED}"
-HIGHER_FIRST = f"Of those that wait the highest goes first, {_IF_ALLOWED}"
+_IF_ALLOWED = "Numbers other than 0 need the setting api.request_priority."
+LOWER_FIRST = f"Of the waiting turns, the one with the lowest number goes first. {_IF_ALLOWED}"
+HIGHER_FIRST = f"Of the waiting turns, the one with the highest number goes first. {_IF_ALLOWED}"
 
 
 def engine_priority(allowed: bool, *, lower_first: int | None = None, higher_first: int | None = None) -> int:

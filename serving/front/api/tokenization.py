@@ -36,8 +36,8 @@ TokenLists = Annotated[
 
 
 class TokenizeBody(StrictBody):
-    """`prompt` or `messages`. A text gets the special tokens that begin a sequence unless `add_special_tokens` is
-    false; messages have those that the chat template writes."""
+    """Send either `prompt` or `messages`. The tokenizer adds special tokens to a `prompt`, unless `add_special_tokens`
+    is false. `messages` have only the special tokens that the chat template writes."""
 
     model: str | None = None
     prompt: Texts | None = None
@@ -84,7 +84,7 @@ class TokenizeBody(StrictBody):
 
 
 class DetokenizeBody(StrictBody):
-    """Special tokens are part of the text unless `skip_special_tokens` is true."""
+    """Unless `skip_special_tokens` is true, special tokens are part of the text."""
 
     model: str | None = None
     tokens: TokenLists

@@ -16,7 +16,7 @@ MAX_BLOCKS = 1024
 
 
 class CacheControl(StrictBody):
-    """Where a client would have a prefix cached. All of them are here, so it has no effect."""
+    """Marks a prefix to be cached. It has no effect, because every prefix is cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -31,7 +31,7 @@ class TextBlock(StrictBody):
 
 
 class ThinkingBlock(StrictBody):
-    """What the model thought in an earlier answer. The signature says nothing here."""
+    """The model's thoughts in an earlier answer. The signature has no effect."""
 
     type: Literal["thinking"]
     thinking: str
@@ -39,7 +39,7 @@ class ThinkingBlock(StrictBody):
 
 
 class RedactedThinkingBlock(StrictBody):
-    """What another server's model thought, which nobody else can read."""
+    """Thoughts of another server's model. Only that server can read them, so they are left out of the prompt."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -50,7 +50,7 @@ class DirectCaller(StrictBody):
 
 
 class ToolUseBlock(StrictBody):
-    """A call of an earlier answer."""
+    """A call in an earlier answer."""
 
     type: Literal["tool_use"]
     id: NonEmptyText
@@ -129,7 +129,7 @@ class UserMessage(StrictBody):
 
 
 class AssistantMessage(StrictBody):
-    """An answer that had no words has no blocks."""
+    """An answer without content has an empty list of blocks."""
 
     role: Literal["assistant"]
     content: Annotated[
@@ -140,7 +140,7 @@ class AssistantMessage(StrictBody):
 
 
 class SystemMessage(StrictBody):
-    """Instructions in mid-conversation. Those that are cleared at the next user's message are for one turn."""
+    """Instructions within a conversation. With `clear_at: next_user_message` they end at the next user's message."""
 
     role: Literal["system"]
     content: Text

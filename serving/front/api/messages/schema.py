@@ -38,7 +38,7 @@ MAX_EDITS = 16
 
 
 class ThinkingEnabled(StrictBody):
-    """The budget has no effect, and thoughts are always shown whole."""
+    """The budget has no effect. Thoughts are always shown in full."""
 
     type: Literal["enabled"]
     budget_tokens: Count
@@ -70,14 +70,14 @@ class JsonOutput(StrictBody):
 
 class OutputConfig(StrictBody):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="For the chat template, if it knows `reasoning_effort`."
+        None, description="The chat template gets it as `reasoning_effort`. Some templates ignore it."
     )
     format: JsonOutput | None = None
     task_budget: NotSupported = None
 
 
 class ContextManagement(StrictBody):
-    """Nothing is taken out of a context here; replies say so."""
+    """The server removes nothing from a context, and replies say so."""
 
     edits: Annotated[list[dict[str, Any]], Field(max_length=MAX_EDITS)] | None = None
 
@@ -87,7 +87,7 @@ class Metadata(StrictBody):
 
 
 class PromptBody(StrictBody):
-    """What a prompt is made of, and what goes with it in both calls."""
+    """The fields of both calls: those that make up the prompt, and others."""
 
     model: str | None = None
     messages: Messages
@@ -96,7 +96,9 @@ class PromptBody(StrictBody):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: JsonOutput | None = Field(None, description="As output_config.format.")
+    output_format: JsonOutput | None = Field(
+        None, description="The same as output_config.format. Send only one of them."
+    )
 
     # Hints, and about the caller: without effect on the answer.
     cache_control: CacheControl | None = None
@@ -133,7 +135,7 @@ class CountTokensBody(PromptBody):
 
 
 class MessagesBody(PromptBody):
-    """No answer is made with `max_tokens` 0: the prompt is computed, and its KV is kept for the next request."""
+    """With `max_tokens` 0 no answer is generated: the prompt is computed, and its KV is kept for the next request."""
 
     max_tokens: CountOrZero
     stream: bool | None = None

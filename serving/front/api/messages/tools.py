@@ -27,8 +27,8 @@ MAX_EXAMPLES = 64
 
 
 class CustomTool(StrictBody):
-    """A tool of the client's own. It is shown to the model from the beginning, whatever `defer_loading` says; the
-    examples and who else may call it have no effect."""
+    """A tool that the client runs. The model sees it from the beginning, whatever `defer_loading` says.
+    `input_examples` and `allowed_callers` have no effect."""
 
     type: Literal["custom"] | None = None
     name: ToolName

@@ -58,21 +58,23 @@ Content = Annotated[
 
 
 class Message(StrictBody):
-    """A message as clients send it, or send back what they were answered."""
+    """A message of the client, or an earlier answer that the client sends back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: ToolCalls | None = None
     tool_call_id: Annotated[NonEmptyText | None, Field(validate_default=True)] = None
     content: Content = None
     name: str | None = None
-    parsed: Any = Field(None, description="What a client made of the content. Without effect.")
+    parsed: Any = Field(None, description="The content as the client's SDK parsed it. It has no effect.")
 
     annotations: NotSupported = None
     audio: NotSupported = None
     function_call: NotSupported = None
-    reasoning_content: str | None = Field(None, description="What the assistant thought, as it was told.")
-    reasoning: str | None = Field(None, description="The same, by another name.")
-    refusal: str | None = Field(None, description="What the assistant said in place of a content.")
+    reasoning_content: str | None = Field(
+        None, description="The assistant's thoughts, as an earlier answer had them."
+    )
+    reasoning: str | None = Field(None, description="Another name of reasoning_content.")
+    refusal: str | None = Field(None, description="The assistant's refusal, in place of a content.")
 
     @field_validator("tool_calls", mode="before")
     @classmethod
@@ -140,13 +142,15 @@ class ChatBody(OpenAiBody):
     parallel_tool_calls: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=8)] | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = Field(None, description="The answer goes on with the last message.")
-    add_special_tokens: bool | None = Field(None, description="Beside those that the chat template writes.")
+    continue_final_message: bool | None = Field(None, description="The answer continues the last message.")
+    add_special_tokens: bool | None = Field(
+        None, description="If true, the tokenizer adds special tokens to those that the chat template writes."
+    )
     chat_template: ChatTemplateText | None = None
     reasoning_effort: ReasoningEffort | None = Field(
-        None, description="For the chat template, if it knows it."
+        None, description="The chat template gets it. Some templates ignore it."
     )
-    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Without effect.")
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="This field has no effect.")
 
     audio: NotSupported = None
     documents: NotSupported = None

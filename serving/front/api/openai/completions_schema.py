@@ -37,11 +37,15 @@ CompletionPrompt = Annotated[
 
 class CompletionBody(OpenAiBody):
     prompt: CompletionPrompt
-    max_tokens: CountOrZero | None = Field(None, description="16 unless given; 0 to score an echoed prompt.")
+    max_tokens: CountOrZero | None = Field(
+        None, description="16 if left out. 0 only scores the prompt, with echo and logprobs."
+    )
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
-    best_of: int | None = Field(None, description="Only as large as n.")
-    add_special_tokens: bool | None = Field(None, description="A text begins with them unless it is false.")
+    best_of: int | None = Field(None, description="It must equal n.")
+    add_special_tokens: bool | None = Field(
+        None, description="Unless this is false, the tokenizer adds special tokens to a text."
+    )
     suffix: NotSupported = None
 
     def asked_tokens(self) -> tuple[int | None, str]:

@@ -44,7 +44,7 @@ Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA)]
 
 
 class SharedFields(StrictBody):
-    """Those that Responses have, too. None means the default."""
+    """Fields that Responses have, too. None means the default."""
 
     model: str | None = None
     stream: bool | None = None
@@ -56,7 +56,7 @@ class SharedFields(StrictBody):
     seed: Seed | None = None
     priority: Priority | None = Field(None, description=LOWER_FIRST)
     prompt_cache_key: str | None = Field(
-        None, description="Requests of one key go to one replica while its load allows it."
+        None, description="Requests with the same key go to one replica as long as its load allows it."
     )
 
     # About the caller, or hints: without effect on the answer.
@@ -94,8 +94,10 @@ def field_names(prompt_field: str, held: HeldAnswer | None) -> dict[str, str]:
 
 class StreamOptions(StrictBody):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = Field(None, description="With include_usage: in every chunk.")
-    include_obfuscation: bool | None = Field(None, description="Taken, and without effect.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage, every chunk has the usage."
+    )
+    include_obfuscation: bool | None = Field(None, description="This field has no effect.")
 
 
 class OpenAiBody(GuidedFields, SharedFields):
@@ -117,20 +119,21 @@ class OpenAiBody(GuidedFields, SharedFields):
     return_token_ids: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     min_tokens: CountOrZero | None = Field(
-        None, description="Before so many the answer does not end by itself."
+        None, description="The answer does not end by itself before this many tokens."
     )
     allowed_token_ids: AllowedTokenIds | None = None
     bad_words: BadWords | None = None
     prompt_logprobs: TopLogprobs | None = None
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
-        None, description="Only the last so many count. -1: as many as there is room for."
+        None,
+        description="Only this many last tokens of the prompt are used. -1: as many as there is room for.",
     )
     cache_salt: CacheSalt | None = Field(
-        None, description="Cached prefixes are shared with requests of the same salt only."
+        None, description="Cached prefixes are shared only among requests with the same salt."
     )
-    request_id: Name | None = Field(None, description="The end of the reply's id.")
-    store: bool | None = Field(None, description="Without effect.")
+    request_id: Name | None = Field(None, description="The reply's id ends with this text.")
+    store: bool | None = Field(None, description="This field has no effect.")
 
     kv_transfer_params: NotSupported = None
     length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None

@@ -50,12 +50,14 @@ class GuidedFields(StrictBody):
     guided_regex: Regex | None = None
     guided_choice: Choices | None = None
     guided_grammar: Grammar | None = None
-    guided_decoding_backend: str | None = Field(None, description="There is one. Without effect.")
+    guided_decoding_backend: str | None = Field(
+        None, description="This field has no effect: there is only one backend."
+    )
     guided_whitespace_pattern: NotSupported = None
 
 
 class StructuredOutputs(StrictBody):
-    """One of them says what an answer is."""
+    """Exactly one of `json`, `json_object` (true), `regex`, `choice` and `grammar` says what the answer must be."""
 
     json_schema: SchemaOrText | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -63,7 +65,7 @@ class StructuredOutputs(StrictBody):
     choice: Choices | None = None
     disable_additional_properties: NotSupported = None
     disable_any_whitespace: NotSupported = None
-    disable_fallback: bool | None = Field(None, description="There is none. Without effect.")
+    disable_fallback: bool | None = Field(None, description="This field has no effect: there is no fallback.")
     grammar: Grammar | None = None
     structural_tag: NotSupported = None
     whitespace_pattern: NotSupported = None

@@ -38,8 +38,8 @@ ObjectSchema = Annotated[JsonSchema, AfterValidator(_of_an_object)]
 
 
 class Function(StrictBody):
-    """Where the model chooses whether to call it, the arguments of a `strict` function are held to its schema. Where it
-    must call, those of any are."""
+    """If the model may choose whether to call a tool, the arguments of `strict` functions are held to their schemas. If
+    it must call one, the arguments of all functions are."""
 
     name: ToolName
     description: str | None = None
@@ -64,7 +64,7 @@ class Tool(StrictBody):
 
 
 class Grammar(StrictBody):
-    """Told to the model with the tool's description. Nothing holds the text to it."""
+    """The model sees the grammar in the tool's description. The text is not held to it."""
 
     syntax: Literal["lark", "regex"]
     definition: str
@@ -152,7 +152,7 @@ class AllowedTools(StrictBody):
 
 
 class AllowedToolsChoice(StrictBody):
-    """Some of the tools, among which the model chooses."""
+    """The tools that the model may call."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -185,7 +185,7 @@ class FunctionCall(StrictBody):
 
 
 class ToolCall(StrictBody):
-    """A call of an earlier answer. `index` and `parsed_arguments` are what clients made of it; they have no effect."""
+    """A call in an earlier answer. `index` and `parsed_arguments` come from the client's SDK and have no effect."""
 
     id: NonEmptyText
     type: Literal["function"]
@@ -213,7 +213,7 @@ class CustomText(StrictBody):
 
 
 class CustomToolCall(StrictBody):
-    """Likewise, of a custom tool."""
+    """A call of a custom tool in an earlier answer. `index` has no effect."""
 
     id: NonEmptyText
     type: Literal["custom"]

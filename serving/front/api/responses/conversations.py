@@ -29,7 +29,7 @@ class NewConversation(StrictBody):
 
 
 class ConversationChange(StrictBody):
-    """`metadata` takes the place of what was there."""
+    """`metadata` replaces the conversation's metadata."""
 
     metadata: Metadata
 

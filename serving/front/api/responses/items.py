@@ -40,14 +40,14 @@ class OtherKind(StrictBody):
 
 
 class TextOfItem(StrictBody):
-    """Text of either side. Only the text counts; the rest is what an answer's part has beside it."""
+    """Text of the client, or of an earlier answer. Only `text` has an effect."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: Any = None
     logprobs: Any = None
     parsed: Any = None
-    prompt_cache_breakpoint: Any = Field(None, description="Without effect.")
+    prompt_cache_breakpoint: Any = Field(None, description="This field has no effect.")
 
     @property
     def said(self) -> str:
@@ -109,16 +109,16 @@ def _part(part: Any, kind: str) -> Json:
 
 
 class MessageItem(StrictBody):
-    """A message, in its easy form or with a type."""
+    """A message. `type` may be left out."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
     id: NonEmptyText | None = None
     status: ItemStatus | None = None
-    phase: Annotated[Literal["commentary", "final_answer"] | None, Field(description="Without effect.")] = (
-        None
-    )
+    phase: Annotated[
+        Literal["commentary", "final_answer"] | None, Field(description="This field has no effect.")
+    ] = None
 
     def canonical(self, new_id: str) -> Json:
         return {
@@ -131,7 +131,7 @@ class MessageItem(StrictBody):
 
 
 class Call(StrictBody):
-    """What calls of both kinds have. Which side runs a call, `caller` and `async` say; here it is always the client."""
+    """Fields of both kinds of calls. `caller` and `async` say which side runs a call; here it is always the client."""
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
@@ -159,7 +159,9 @@ class Call(StrictBody):
 class FunctionCallItem(Call):
     type: Literal["function_call"]
     arguments: str
-    parsed_arguments: Any = Field(None, description="What a client made of the arguments. Without effect.")
+    parsed_arguments: Any = Field(
+        None, description="The arguments as the client's SDK parsed them. It has no effect."
+    )
 
     def canonical(self, new_id: str) -> Json:
         return self._shown("fc", new_id, arguments=self.arguments)
@@ -179,7 +181,7 @@ class CallOutput(StrictBody):
     output: Output
     id: NonEmptyText | None = None
     status: ItemStatus | None = None
-    name: str | None = Field(None, description="Of the tool; the call has it. Without effect.")
+    name: str | None = Field(None, description="The tool's name. It has no effect: the call has it, too.")
     namespace: str | None = None
     caller: NotSupported = None
 
@@ -206,7 +208,8 @@ class SummaryText(StrictBody):
 
 
 class Reasoning(StrictBody):
-    """What the model thought. With neither a text of its own nor one that was encoded here it says nothing."""
+    """The model's thoughts. Without `content` they are taken from `encrypted_content`, if Kedge wrote it; otherwise the
+    item has no effect."""
 
     type: Literal["reasoning"]
     id: NonEmptyText | None = None
@@ -246,7 +249,7 @@ def _item_kind(value: Any) -> str:
 
 
 class Reference(StrictBody):
-    """An item reference need not say that it is one."""
+    """A reference to an item. It is refused."""
 
     model_config = ConfigDict(extra="ignore")
 

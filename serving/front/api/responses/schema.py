@@ -58,7 +58,7 @@ class JsonFormat(StrictBody):
 
 class TextConfig(StrictBody):
     format: Annotated[PlainText | JsonObject | JsonFormat, Discriminator("type")] | None = None
-    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Without effect.")
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="This field has no effect.")
 
     def held(self) -> HeldAnswer | None:
         """What the answer is held to."""
@@ -73,17 +73,17 @@ class TextConfig(StrictBody):
 
 class ReasoningConfig(StrictBody):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        None, description="For the chat template, if it knows `reasoning_effort`."
+        None, description="The chat template gets it as `reasoning_effort`. Some templates ignore it."
     )
     summary: Literal["auto", "concise", "detailed", "none"] | None = Field(
-        None, description="Without effect: what was thought is told itself."
+        None, description="This field has no effect: answers have the thoughts themselves, not a summary."
     )
-    generate_summary: str | None = Field(None, description="Without effect.")
-    context: str | None = Field(None, description="Without effect.")
+    generate_summary: str | None = Field(None, description="This field has no effect.")
+    context: str | None = Field(None, description="This field has no effect.")
 
 
 class ResponseStreamOptions(StrictBody):
-    include_obfuscation: bool | None = Field(None, description="Without effect.")
+    include_obfuscation: bool | None = Field(None, description="This field has no effect.")
 
 
 class ConversationId(StrictBody):
@@ -100,14 +100,14 @@ NamedConversation = Annotated[
 
 
 class ResponsesBody(SharedFields):
-    """Items in `input`, or text. `top_k`, `min_p`, `repetition_penalty` and `seed` are vLLM's."""
+    """`input` is a text or a list of items. `top_k`, `min_p`, `repetition_penalty` and `seed` are vLLM's fields."""
 
     input: Input
     instructions: str | None = None
     previous_response_id: Name | None = None
     conversation: NamedConversation | None = None
     store: bool | None = Field(
-        None, description="Unless false, the response can be had again, and gone on from."
+        None, description="Unless this is false, the response is stored, and later responses can continue it."
     )
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Count | None = None
@@ -121,16 +121,20 @@ class ResponsesBody(SharedFields):
 
     # Hints: without effect on the answer.
     client_metadata: Json | None = None
-    max_tool_calls: Count | None = Field(None, description="Of tools that run here, of which there are none.")
+    max_tool_calls: Count | None = Field(
+        None,
+        description="This field has no effect: it limits tools that the server runs, and there are none.",
+    )
     truncation: Literal["disabled"] | None = None
 
     background: bool | None = Field(
-        None, description="The answer is made behind the request, and had by its id. It must be stored."
+        None,
+        description="The answer is computed in the background. The client gets it by its id. store may not be false.",
     )
     context_management: NotSupported = None
     prompt: NotSupported = None
     top_logprobs: TopLogprobs | None = Field(
-        None, description="Needs `message.output_text.logprobs` in `include`."
+        None, description="It needs `message.output_text.logprobs` in `include`."
     )
 
     @property

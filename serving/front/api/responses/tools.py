@@ -36,7 +36,8 @@ MAX_NAME_CHARS = 128
 
 
 class _Offered(StrictBody):
-    """Who may call a tool, and when its client runs it. What would need the server's help is refused."""
+    """The fields that say who may call a tool, and when its client runs it. Whatever the server would have to do is
+    refused."""
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
@@ -47,7 +48,7 @@ class _Offered(StrictBody):
 
 class FunctionTool(Function, _Offered):
     type: Literal["function"]
-    output_schema: Any = Field(None, description="Without effect.")
+    output_schema: Any = Field(None, description="This field has no effect.")
 
     def shown(self, name: str) -> Function:
         return Function(
@@ -99,7 +100,7 @@ OwnTool = Annotated[
 
 
 class Namespace(StrictBody):
-    """Tools under a common name."""
+    """Tools in a common namespace."""
 
     type: Literal["namespace"]
     name: ToolName
@@ -134,7 +135,7 @@ AllowedTool = Annotated[
 
 
 class AllowedNames(StrictBody):
-    """Some of the tools, of which alone the model is told."""
+    """The tools that the model may call."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]

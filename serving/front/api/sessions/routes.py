@@ -44,7 +44,7 @@ SessionId = Annotated[str, Depends(_named_by_client)]
 
 
 class NewSession(StrictBody):
-    """`timeout_s`: idle seconds until it ends; `capacity_tokens`: the most it may hold."""
+    """The session ends after `timeout_s` idle seconds, and may hold at most `capacity_tokens` tokens."""
 
     session_id: Name | None = None
     timeout_s: Timeout | None = None
@@ -52,8 +52,8 @@ class NewSession(StrictBody):
 
 
 class NewFork(StrictBody):
-    """`length`: how many committed tokens the fork begins with, or `turn`: that turn and those before it; all if both
-    are left out. `timeout_s`: the parent's if left out."""
+    """The fork begins with the first `length` committed tokens of the session, or with its turns up to and including
+    `turn`, or, without both, with all of it. Without `timeout_s` it gets the session's own."""
 
     new_session_id: Name | None = None
     length: CountOrZero | None = None
@@ -68,7 +68,7 @@ class NewFork(StrictBody):
 
 
 class Rewind(StrictBody):
-    """What is kept: the first `length` tokens, or the turn of this number and those before it."""
+    """The session keeps its first `length` tokens, or its turns up to and including `turn`. Send one of the two."""
 
     length: CountOrZero | None = None
     turn: CountOrZero | None = None
@@ -81,7 +81,7 @@ class Rewind(StrictBody):
 
 
 class Move(StrictBody):
-    """`to`: the replica that is to own the session; if it is left out or null, the controller picks another one."""
+    """`to` is the replica that will own the session. Without it, the controller picks another replica."""
 
     to: Name | None = None
 

@@ -47,7 +47,7 @@ from serving.wire.turns import ModelInfo, OutputConstraint
 
 
 class SamplingBody(StrictBody):
-    """`max_new_tokens` null means: as many as the context allows."""
+    """If `max_new_tokens` is null, the answer may be as long as the context allows."""
 
     max_new_tokens: CountOrZero | None = DEFAULT_MAX_NEW_TOKENS
     temperature: Temperature = 1.0
@@ -118,10 +118,15 @@ class SamplingBody(StrictBody):
 
 
 class SessionParams(StrictBody):
-    """Which session, and from where. One that was opened with `streaming` is a line: a turn is appended, `rid` has no
-    effect, and the others are refused. Otherwise it is a tree, in which a request goes on from the one that `rid`
-    names: from its first `offset` tokens, if that is not 0, or, where it is negative, without its last so many; from
-    its input alone, with `drop_previous_output`; in place of all that went on from it before, with `replace`.
+    """The session, and where in it the request continues.
+
+    A session that was opened with `streaming` is a line of turns. The request is its next turn: `rid` has no effect,
+    and the other fields are refused.
+
+    Any other session is a tree of requests. The new request continues the request that `rid` names; without `rid` it
+    begins anew. If `offset` is positive, it continues after that many tokens; if negative, it leaves out that many of
+    the last tokens. With `drop_previous_output` it leaves out that request's output. With `replace`, all requests
+    that continued that request are closed first (without `rid`, all requests of the session).
     """
 
     id: Name
@@ -148,7 +153,7 @@ RequestIds = Annotated[
 
 
 class GenerateBody(StrictBody):
-    """One prompt or a batch of them, as `text` or `input_ids`."""
+    """One prompt or a batch of prompts, as `text` or `input_ids`."""
 
     text: Texts | None = None
     input_ids: Annotated[InputIds | None, Field(validate_default=True)] = None
@@ -158,14 +163,15 @@ class GenerateBody(StrictBody):
     return_logprob: bool | None = None
     logprob_start_len: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
         None,
-        description="With return_logprob: the position in the whole input, a session's history included, from which "
-        "on its tokens are scored. What is scored of the history is computed again. None or -1: nothing is.",
+        description="With return_logprob, input tokens from this position on are scored. Positions count from the "
+        "beginning of the session's history; scored tokens of the history are computed again. With null or -1, no "
+        "input token is scored.",
     )
     top_logprobs_num: TopLogprobs | None = None
     return_text_in_logprobs: bool | None = None
     session_params: SessionParams | None = None
     priority: Priority | None = Field(None, description=HIGHER_FIRST)
-    log_metrics: bool | None = Field(None, description="Taken, and without effect.")
+    log_metrics: bool | None = Field(None, description="This field has no effect.")
 
     audio_data: NotSupported = None
     background: NotSupported = None
@@ -202,8 +208,8 @@ class GenerateBody(StrictBody):
 
 
 class OpenSessionBody(StrictBody):
-    """`capacity_of_str_len` (characters) is a hint; sessions may take what memory allows. `timeout`: idle seconds. With
-    `streaming` the session is a line of turns, without a tree of requests."""
+    """`capacity_of_str_len` (in characters) has no effect: a session may grow as far as memory allows. The session ends
+    after `timeout` idle seconds. With `streaming`, it is a line of turns instead of a tree of requests."""
 
     capacity_of_str_len: CountOrZero
     session_id: Name | None = None
