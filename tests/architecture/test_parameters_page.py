@@ -14,3 +14,8 @@ def test_the_page_is_that_of_the_schemas() -> None:
     parameters = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(parameters)
     assert parameters.PAGE.read_text() == parameters.page(), "python docs/parameters.py writes it anew"
+
+
+def test_no_two_schemas_share_a_name() -> None:
+    """pydantic tells them apart by the modules they are in, and the headings were those paths."""
+    assert "serving__" not in (ROOT / "docs" / "parameters.md").read_text()

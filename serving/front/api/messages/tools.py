@@ -26,7 +26,7 @@ from serving.wire.turns import ModelInfo
 MAX_EXAMPLES = 64
 
 
-class CustomTool(StrictBody):
+class AnthropicTool(StrictBody):
     """A tool that the client runs. The model sees it from the beginning, whatever `defer_loading` says.
     `input_examples` and `allowed_callers` have no effect."""
 
@@ -77,12 +77,12 @@ class AnthropicToolChoice(StrictBody):
 
 
 AnthropicTools = Annotated[
-    list[Annotated[CustomTool, BeforeValidator(_custom)]], Field(max_length=MAX_TOOLS, fail_fast=True)
+    list[Annotated[AnthropicTool, BeforeValidator(_custom)]], Field(max_length=MAX_TOOLS, fail_fast=True)
 ]
 
 
 def tools_in_use(
-    tools: Sequence[CustomTool] | None, choice: AnthropicToolChoice | None, model: ModelInfo
+    tools: Sequence[AnthropicTool] | None, choice: AnthropicToolChoice | None, model: ModelInfo
 ) -> ToolUse | None:
     """How the request uses tools; None without tools. Raises ServiceError, which names the field as this protocol calls
     it."""
@@ -95,7 +95,7 @@ def tools_in_use(
     )
 
 
-def _check_names(tools: Sequence[CustomTool], choice: AnthropicToolChoice | None) -> None:
+def _check_names(tools: Sequence[AnthropicTool], choice: AnthropicToolChoice | None) -> None:
     names: set[str] = set()
     for index, tool in enumerate(tools):
         if tool.name in names:
