@@ -334,7 +334,7 @@ HTTP = (
     ),
 )
 DISPATCH = (
-    _counter(INGRESS, "failovers", "calls", "Calls sent again because their replica was lost."),
+    _counter(INGRESS, "failovers", "calls", "Calls sent again because their replica was lost or no longer had the session."),
     _counter(INGRESS, "takeovers", "turns", "Turns that another replica continued in mid-stream."),
     _histogram(
         INGRESS,
