@@ -13,7 +13,7 @@ from benchmarks.gpu.sdpa import cudnn_rate, flash_rate
 from benchmarks.gpu.stage import Stage
 from engine.attention.triton_backend import TritonAttention
 
-DECODE_TARGET = 0.85
+DECODE_TARGET, RAGGED_TARGET = 0.85, 0.75
 EXTEND_TARGET = 0.60
 
 
@@ -38,6 +38,23 @@ def extend_cases(dry: bool) -> list[Case]:
         return [extend_case(2, 12, 12, Heads(4, 2, 16)), extend_case(1, 5, 25, Heads(4, 2, 16))]
     shapes = ((8, 2048, 2048), (1, 8192, 8192), (1, 512, 8704), (8, 512, 8704))
     return [extend_case(*shape, Heads()) for shape in shapes]
+
+
+def ragged_case(dry: bool) -> Case:
+    """Decodes of short sessions beside one long session's."""
+    if dry:
+        return Case("ragged decode 3 + 1", (1,) * 4, (8, 8, 8, 90), Heads(4, 2, 16))
+    return Case("ragged decode: 63 × 512, 1 × 32,768", (1,) * 64, (512,) * 63 + (32_768,))
+
+
+def ragged_mixed_case(dry: bool) -> Case:
+    """A normal step: decodes of many lengths beside one turn's prompt after a long history."""
+    if dry:
+        return Case("ragged mixed 3 + 1", (1, 1, 1, 6), (8, 30, 90, 46), Heads(4, 2, 16))
+    lengths = tuple(256 << (index % 8) for index in range(63))
+    return Case(
+        "ragged mixed: 63 decodes on 256 to 32,768, 64 new on 32,768", (1,) * 63 + (64,), (*lengths, 32_832)
+    )
 
 
 def mixed_case(dry: bool) -> Case:
@@ -69,10 +86,16 @@ def run(stage: Stage) -> None:
         target = DECODE_TARGET if number == 0 else None
         both = (case, replace(case, kv_dtype="fp8"))
         parts += [(each, partial(decode, stage, ceilings, target)) for each in both]
+    parts.append((ragged_case(stage.dry), partial(decode, stage, ceilings, RAGGED_TARGET)))
     extends = extend_cases(stage.dry)
     parts += [(case, partial(extend, stage, EXTEND_TARGET)) for case in extends]
     parts.append((replace(extends[0], kv_dtype="fp8"), partial(extend, stage, None)))
-    mixed = (mixed_case(stage.dry), verify_case(stage.dry), turn_case(stage.dry))
+    mixed = (
+        mixed_case(stage.dry),
+        ragged_mixed_case(stage.dry),
+        verify_case(stage.dry),
+        turn_case(stage.dry),
+    )
     parts += [(case, partial(together, stage, ceilings)) for case in mixed]
     for case, part in parts:
         if stage.wants(_name(case)):

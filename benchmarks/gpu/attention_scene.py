@@ -174,7 +174,6 @@ def _padded(tables: AttentionTables, spare: int) -> AttentionTables:
         kv_lens_B=torch.cat((lens_B, lens_B.new_zeros(spare))),
         pages_PBM=tuple(pad(pages_BM, (0, 0, 0, spare), value=-1) for pages_BM in tables.pages_PBM),
         max_query_len=len(tables.slots_PN[0]),
-        live_items_1=lens_B.new_full((1,), len(lens_B)),
     )
 
 

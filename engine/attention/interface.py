@@ -119,8 +119,6 @@ class AttentionTables:
     """By pool, int64 [N]"""
     max_query_len: int
     max_kv_len: int
-    live_items_1: Tensor | None = None
-    """int32 [1]: how many items come before padding; None: all, or the host does not know"""
 
 
 class TableAttention(Protocol):

@@ -49,6 +49,10 @@ class AttentionTiles:
     def least_split(self, shape: TileShape) -> int:
         return max(self.min_split, 2 * shape.block_m)
 
+    def least_blocks(self, shape: TileShape) -> int:
+        """The blocks of keys that hold `least_split` tokens."""
+        return -(-self.least_split(shape) // shape.block_n)
+
 
 def default_tiles(head_dim: int, kv_dtype: torch.dtype, capability: int | None) -> AttentionTiles:
     """Tiles for a pool of `kv_dtype` on a GPU with this compute capability (None: the interpreter). Chosen so that no

@@ -1,4 +1,7 @@
-"""Attention with Kedge's own Triton kernels: one launch writes a layer's keys and values, one attends.
+"""Attention with Kedge's own Triton kernels: one launch writes a layer's keys and values, one or two attend.
+
+Items of few rows (decodes) and of many (prompts, beside them in the same step) are attended to by a launch each, with
+tiles of their own size. Before the first layer of a step one launch for each of these cuts it into parts.
 
 Legend: N rows of the step, B items, M pages of the longest, H query heads, K key/value heads, D head size, S slots, A =
 H * D.
@@ -7,7 +10,7 @@ H * D.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +26,8 @@ from engine.attention.interface import (
     LayerTraits,
 )
 from engine.attention.kv_writer import write_rows
-from engine.attention.tiles import AttentionTiles, TileShape, default_tiles
+from engine.attention.parts import PartCutter, Parts
+from engine.attention.tiles import AttentionTiles, default_tiles
 from engine.device import compute_capability, num_multiprocessors
 from engine.kernels.paged_attention import paged_attention
 from engine.runner.kv_pool import FP8, KVPool, PagedKV
@@ -85,8 +89,8 @@ class TritonStep:
     def __init__(self, attention: TritonAttention, tables: AttentionTables) -> None:
         self._attention = attention
         self._tables = tables
-        lens_B, live_1 = tables.kv_lens_B, tables.live_items_1
-        self._live_items_1 = lens_B.new_full((1,), len(lens_B)) if live_1 is None else live_1
+        self._cutter = PartCutter(attention.tiles, attention.multiprocessors, tables)
+        self._parts: dict[tuple[int, int, int | None], Sequence[Parts]] = {}
 
     def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
         target = self.target(layer)
@@ -101,6 +105,8 @@ class TritonStep:
     def attend(self, layer: int, q_NHD: Tensor, traits: LayerTraits) -> Tensor:
         pool = self._attention.pool
         paged, place = pool.places[layer]
+        if not layer:
+            self._parts.clear()  # the tables may hold other contents than in the pass before
         pages_BM = self._tables.pages_PBM[int(paged is pool.window)]
         pages_BM = pages_BM if pages_BM.stride(1) == 1 else pages_BM.contiguous()
         q_NHD = q_NHD if q_NHD.stride(2) == 1 else q_NHD.contiguous()
@@ -109,31 +115,50 @@ class TritonStep:
     def _attend(
         self, paged: PagedKV, place: int, q_NHD: Tensor, pages_BM: Tensor, traits: LayerTraits
     ) -> Tensor:
-        attention, tables = self._attention, self._tables
         rows, heads, dim = q_NHD.shape
         out_NA = torch.empty((rows, heads * dim), dtype=q_NHD.dtype, device=q_NHD.device)
         kv_2KSD, scales = paged.kv_L2KSD[place], paged.scales_L2KS
+        kv_heads = kv_2KSD.shape[1]
+        key = kv_heads, heads // kv_heads, traits.window
+        if key not in self._parts:
+            self._parts[key] = self._cutter.cut(rows, *key, pages_BM.shape[1] * paged.page_size)
+        for parts in self._parts[key]:
+            self._launch(
+                parts, out_NA, q_NHD, kv_2KSD, None if scales is None else scales[place], pages_BM, traits
+            )
+        return out_NA
+
+    def _launch(
+        self,
+        parts: Parts,
+        out_NA: Tensor,
+        q_NHD: Tensor,
+        kv_2KSD: Tensor,
+        scales_2KS: Tensor | None,
+        pages_BM: Tensor,
+        traits: LayerTraits,
+    ) -> None:
+        attention, tables, shape = self._attention, self._tables, parts.shape
+        _, heads, dim = q_NHD.shape
         kv_heads, num_slots = kv_2KSD.shape[1], kv_2KSD.shape[2]
-        group = heads // kv_heads
-        cut = self._cut(rows, kv_heads, group, pages_BM.shape[1] * paged.page_size)
-        shape = cut.shape
         score_scale, cap, factor = _score_constants(traits)
-        paged_attention[(cut.grid,)](
+        paged_attention[(parts.most * kv_heads,)](
             out_NA,
             q_NHD,
             kv_2KSD,
-            kv_2KSD if scales is None else scales[place],
+            kv_2KSD if scales_2KS is None else scales_2KS,
             pages_BM,
             tables.query_starts_B1,
             tables.kv_lens_B,
-            self._live_items_1,
+            parts.starts_B1,
+            parts.splits_B,
+            parts.slot_starts_B,
+            parts.items_Q,
             q_NHD if traits.sinks_H is None else traits.sinks_H,
             attention.partials,
             attention.sums,
             attention.counters,
             len(tables.kv_lens_B),
-            cut.programs,
-            cut.most_splits,
             q_NHD.stride(0),
             q_NHD.stride(1),
             kv_2KSD.stride(0),
@@ -143,20 +168,19 @@ class TritonStep:
             cap,
             traits.window or 0,
             KV_HEADS=kv_heads,
-            GROUP=group,
+            GROUP=heads // kv_heads,
             DIM=dim,
             BLOCK_D=attention.block_d,
-            PAGE_SIZE=paged.page_size,
+            PAGE_SIZE=attention.pool.page_size,
             BLOCK_M=shape.block_m,
             BLOCK_N=shape.block_n,
             JOIN_D=min(attention.block_d, JOIN_ELEMENTS * shape.num_warps // shape.block_m),
-            MAX_SPLITS=1 if cut.most_splits == 1 else attention.tiles.max_splits,
-            MIN_BLOCKS=triton.cdiv(attention.tiles.least_split(shape), shape.block_n),
-            TILE_PER_ITEM=cut.tile_per_item,
+            MAX_SPLITS=parts.max_splits,
+            MIN_BLOCKS=attention.tiles.least_blocks(shape),
             Q_FACTOR=factor,
             COMPUTE=_compute_dtype(q_NHD, kv_2KSD),
             SCORES=_scores_dtype(q_NHD, kv_2KSD),
-            HAS_SCALES=scales is not None,
+            HAS_SCALES=scales_2KS is not None,
             HAS_CAP=traits.softcap is not None,
             HAS_WINDOW=traits.window is not None,
             HAS_SINKS=traits.sinks_H is not None,
@@ -164,36 +188,6 @@ class TritonStep:
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
         )
-        return out_NA
-
-    def _cut(self, rows: int, kv_heads: int, group: int, most_keys: int) -> _Cut:
-        """Depends on a step's shapes alone. The step has between `fewest` and `most` live tiles; only the kernel knows
-        how many. It cuts them into as many splits as the GPU has room for, but into no more than their keys fill."""
-        attention, items, longest = self._attention, len(self._tables.kv_lens_B), self._tables.max_query_len
-        shape = attention.tiles.shape(longest * group)
-        tile_per_item = longest * group <= shape.block_m
-        most, fewest = items, triton.cdiv(rows, longest)
-        if not tile_per_item:
-            most, fewest = (
-                (rows * group + count * (shape.block_m - 1)) // shape.block_m for count in (most, fewest)
-            )
-        most, fewest = most * kv_heads, fewest * kv_heads
-        programs = attention.multiprocessors * shape.programs
-        splits = min(attention.tiles.max_splits, -(-most_keys // attention.tiles.least_split(shape)))
-        if programs < 2 * fewest:
-            splits = 1
-        return _Cut(shape, tile_per_item, max(most, min(programs, most * splits)), splits, programs)
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How a step is cut into the programs of `grid`. If it is cut into splits, at most `programs` of them have work."""
-
-    shape: TileShape
-    tile_per_item: bool
-    grid: int
-    most_splits: int
-    programs: int
 
 
 def _check(head_dim: int, dtype: torch.dtype, capability: int | None) -> None:

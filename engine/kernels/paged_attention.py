@@ -1,7 +1,7 @@
-"""Attention of a whole step over the paged KV pool in one launch: extends, decodes and verifies mixed.
+"""Attention over the paged KV pool: extends, decodes and verifies of a step.
 
 The queries of an item that share a key head are packed into tiles of BLOCK_M rows: row r is query r // GROUP, head
-r % GROUP of the group. A part is a tile of a key head, or a split of one; each program takes one part. Keys are taken
+r % GROUP of the group. A part is a tile, or a split of one; each program takes one part and key head. Keys are taken
 in blocks of BLOCK_N with a running maximum (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018;
 Dao et al., "FlashAttention", 2022). A tile with many keys is cut into splits that run side by side ("Flash-Decoding",
 Dao et al., 2023); the last of them to end joins their partial sums.
@@ -21,30 +21,6 @@ JOIN_STAGES = tl.constexpr(5)
 
 LOWEST = tl.constexpr(-1.0e30)
 """Where maxima begin: below every score, and finite, so that no difference of two maxima is NaN."""
-
-
-@triton.jit
-def _tiles_before(num_rows, num_items, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Room for the tiles of `num_rows` rows of queries in `num_items` items, each of which may have a partly filled
-    tile."""
-    return (num_rows * GROUP + num_items * (BLOCK_M - 1)) // BLOCK_M
-
-
-@triton.jit
-def _find_item(query_starts, num_items, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The item that owns a tile, and the tile's index within the item."""
-    low = 0
-    first = 0
-    high = num_items
-    while high - low > 1:
-        middle = (low + high) // 2
-        before = _tiles_before(tl.load(query_starts + middle), middle, GROUP, BLOCK_M)
-        if before <= tile:
-            low = middle
-            first = before
-        else:
-            high = middle
-    return low, tile - first
 
 
 @triton.jit
@@ -212,7 +188,7 @@ def _join_splits(
         tl.store(out + out_M[:, None] + column_J[None, :], mean_MJ, mask=inside_MJ)
 
 
-@triton.jit(do_not_specialize=["num_items", "num_programs", "most_splits", "pages_stride", "window"])
+@triton.jit(do_not_specialize=["num_items", "pages_stride", "window"])
 def paged_attention(
     out,
     q,
@@ -221,14 +197,15 @@ def paged_attention(
     pages,
     query_starts,
     kv_lens,
-    live_items,
+    part_starts,
+    item_splits,
+    slot_starts,
+    part_items,
     sinks,
     partials,
     sums,
     counters,
     num_items,
-    num_programs,
-    most_splits,
     q_stride_row,
     q_stride_head,
     kv_stride_part,
@@ -247,7 +224,6 @@ def paged_attention(
     JOIN_D: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
-    TILE_PER_ITEM: tl.constexpr,
     Q_FACTOR: tl.constexpr,
     COMPUTE: tl.constexpr,
     SCORES: tl.constexpr,
@@ -257,40 +233,34 @@ def paged_attention(
     HAS_SINKS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Writes `out`, dense [rows, heads, DIM]; rows of no item are left as they are.
+    """Writes `out`, dense [rows, heads, DIM]; rows of no part are left as they are.
 
-    `kv` is one layer of the pool [2, K, slots, DIM], and `scales` [2, K, slots] belongs to it. Only the `live_items`
-    that come before padding have tiles, so the grid need not be larger than what they can make: as many parts as tiles,
-    or `num_programs` if they are cut into splits. All are cut alike, into at most `most_splits`. A split has at least
-    MIN_BLOCKS blocks. A tile with a single split writes the output itself. Otherwise `partials` [parts, M, D] and
-    `sums` [parts, 2, M] hold the result of each split, and `counters`, zero before and after, count how many splits of
-    a tile are done. MAX_SPLITS is a power of two, `most_splits` or more. With TILE_PER_ITEM item b is tile b, else
-    items are found by search. Q_FACTOR is the sign of the scores' scale: -1, 0 or 1. COMPUTE is the dtype of products,
-    SCORES that of queries by keys: float16 holds keys in fp8 exactly, by one instruction, and each query is scaled into
-    its range. WIDE: a head's offsets need 64 bits. score_scale and cap hold log2(e), see _attend_block.
+    `kv` is one layer of the pool [2, K, slots, DIM], and `scales` [2, K, slots] belongs to it. Parts come from
+    engine/kernels/attention_parts.py, which explains `part_starts`, `item_splits`, `slot_starts` and `part_items`. The
+    grid has room for each part and key head; programs that find no part end at once. A split has at least MIN_BLOCKS
+    blocks. A tile with a single split writes the output itself. Otherwise `partials` [slots * K, M, D] and `sums`
+    [slots * K, 2, M] hold the result of each split, and `counters`, zero before and after, count how many splits of a
+    tile are done. MAX_SPLITS is a power of two that no item exceeds. Q_FACTOR is the sign of the scores' scale: -1, 0
+    or 1. COMPUTE is the dtype of products, SCORES that of queries by keys: float16 holds keys in fp8 exactly, by one
+    instruction, and each query is scaled into its range. WIDE: a head's offsets need 64 bits. score_scale and cap hold
+    log2(e), see _attend_block.
     """
-    num_tiles = tl.load(live_items)
-    if not TILE_PER_ITEM:
-        num_tiles = _tiles_before(tl.load(query_starts + num_items), num_tiles, GROUP, BLOCK_M)
+    num_parts = tl.load(part_starts + num_items)
+    program = tl.program_id(0)
+    kv_head = program % KV_HEADS
+    if program // KV_HEADS >= num_parts:
+        return
+    part = num_parts - 1 - program // KV_HEADS  # an item's last tile sees most keys: begin with it
+    item = tl.load(part_items + part)
+    part_of_item = part - tl.load(part_starts + item)
     num_splits = 1
     if MAX_SPLITS > 1:
-        affordable = num_programs // tl.maximum(num_tiles * KV_HEADS, 1)
-        num_splits = tl.maximum(tl.minimum(affordable, most_splits), 1)
-    program = tl.program_id(0)
-    if program >= num_tiles * KV_HEADS * num_splits:
-        return
-    tile = num_tiles - 1 - program % num_tiles  # an item's last tile sees most keys: begin with it
-    kv_head = program // num_tiles % KV_HEADS
-    split = program // (num_tiles * KV_HEADS)
-    item = tile
-    tile_of_item = 0
-    if not TILE_PER_ITEM:
-        item, tile_of_item = _find_item(query_starts, num_items, tile, GROUP, BLOCK_M)
+        num_splits = tl.load(item_splits + item)
+    tile_of_item = part_of_item // num_splits
+    split = part_of_item % num_splits
     first_row = tl.load(query_starts + item)
     num_queries = tl.load(query_starts + item + 1) - first_row
     kv_len = tl.load(kv_lens + item)
-    if tile_of_item * BLOCK_M >= num_queries * GROUP:
-        return
     history = kv_len - num_queries
 
     # The keys that any row sees, and among their blocks those that every row sees in full.
@@ -377,22 +347,23 @@ def paged_attention(
 
     out_M = (row_M * (KV_HEADS * GROUP) + head_M) * DIM
     if MAX_SPLITS > 1 and num_used > 1:
-        tile_and_head = tile * KV_HEADS + kv_head
-        first_part = (tile_and_head * num_splits).to(tl.int64)
-        part = first_part + split
+        first_slot = tl.load(slot_starts + item) + tile_of_item * num_splits
+        counter = first_slot * KV_HEADS + kv_head * num_splits
+        first_part = counter.to(tl.int64)
+        slot = first_part + split
         part_M = tl.arange(0, BLOCK_M)
-        tl.store(sums + part * 2 * BLOCK_M + part_M, max_M)
-        tl.store(sums + part * 2 * BLOCK_M + BLOCK_M + part_M, sum_M)
-        at_MD = (part * BLOCK_M + part_M)[:, None] * BLOCK_D + offsets_D[None, :]
+        tl.store(sums + slot * 2 * BLOCK_M + part_M, max_M)
+        tl.store(sums + slot * 2 * BLOCK_M + BLOCK_M + part_M, sum_M)
+        at_MD = (slot * BLOCK_M + part_M)[:, None] * BLOCK_D + offsets_D[None, :]
         tl.store(partials + at_MD, acc_MD, mask=alive_M[:, None])
         # Every thread's stores are done before one thread releases them; the program that counts last acquires all.
         tl.debug_barrier()
-        if tl.atomic_add(counters + tile_and_head, 1, sem="acq_rel", scope="gpu") == num_used - 1:
+        if tl.atomic_add(counters + counter, 1, sem="acq_rel", scope="gpu") == num_used - 1:
             tl.debug_barrier()
             _join_splits(
                 out, out_M, alive_M, partials, sums, first_part, num_used, DIM, BLOCK_M, BLOCK_D, JOIN_D, MAX_SPLITS
             )  # fmt: skip
-            tl.store(counters + tile_and_head, 0)
+            tl.store(counters + counter, 0)
     else:
         mean_MD = (acc_MD / sum_M[:, None]).to(out.dtype.element_ty)
         tl.store(out + out_M[:, None] + offsets_D[None, :], mean_MD, mask=inside_MD)

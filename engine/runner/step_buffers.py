@@ -74,8 +74,6 @@ class StepTensors:
         self.sampled_N.copy_(ints_FN[SAMPLED])
         self.tables.query_starts_B1[1:].copy_(ints_FN[END, : self.shape.items])
         self.tables.kv_lens_B.copy_(ints_FN[KV_LEN, : self.shape.items])
-        assert self.tables.live_items_1 is not None
-        torch.sum(self.tables.kv_lens_B > 0, 0, True, dtype=torch.int32, out=self.tables.live_items_1)
         for pool, slots_N in enumerate(self.tables.slots_PN):
             slots_N.copy_(ints_FN[SLOT + pool, :rows])
 
@@ -113,7 +111,6 @@ class StepBuffers:
         self._longs_XN = torch.zeros((3 + num_pools, max_rows), dtype=torch.int64, device=device)
         self._starts_B1 = torch.zeros(max_items + 1, dtype=torch.int32, device=device)
         self._kv_lens_B = torch.zeros(max_items, dtype=torch.int32, device=device)
-        self._live_items_1 = torch.zeros(1, dtype=torch.int32, device=device)
         self._tables = PageTables(num_pools, max_items, max_pages, device)
         self._pages_PBM = torch.full_like(self._tables.pages_PRM, -1)
         self._floats = torch.zeros((POINT + max_steps) * max_sampled, device=device)
@@ -134,7 +131,6 @@ class StepBuffers:
             tuple(self._longs_XN[3:, :rows].unbind(0)),
             1 if shape.decode else max_query_len or rows,
             self._max_kv_len,
-            self._live_items_1,
         )
         ints_FN = self._ints[: self._num_fields * rows].view(self._num_fields, rows)
         tokens_N, positions_N, sampled_N = self._longs_XN[:3, :rows].unbind(0)

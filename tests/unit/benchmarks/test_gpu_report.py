@@ -55,6 +55,7 @@ def test_kernels_are_checked_where_they_are_timed(tmp_path: Path) -> None:
     assert [row["item"] for row in rows] == [
         "decode 2 × 40, bf16 KV",
         "decode 2 × 40, fp8 KV",
+        "ragged decode 3 + 1, bf16 KV",
         "rms_norm + residual, 2 rows",
         "kv_write, 2 rows",
         "rms_norm + residual, 5 rows",

@@ -152,14 +152,12 @@ def test_padding_takes_no_splits_from_what_is_alive(items: tuple[tuple[int, int]
     stage = make_stage(shape, 2)
     expected, stage = stage.expected(), make_stage(shape, 2)
     tables = replace(stage.tables(), max_query_len=shape.rows + shape.padding_rows)
-    for live, split in ((None, False), (len(items), True)):
-        counted = None if live is None else torch.tensor([live], dtype=torch.int32, device=DEVICE)
-        with memory_of_nan():
-            attention = TritonAttention(stage.pool, SMALL_TILES, multiprocessors=16)
-        got = stage.got(attention, replace(tables, live_items_1=counted))
-        torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
-        assert attention.sums.isnan().all() != split
-        assert not attention.counters.any()
+    with memory_of_nan():
+        attention = TritonAttention(stage.pool, SMALL_TILES, multiprocessors=16)
+    got = stage.got(attention, tables)
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+    assert not attention.sums.isnan().all(), "nothing was split"
+    assert not attention.counters.any()
 
 
 def test_tables_may_hold_other_contents() -> None:

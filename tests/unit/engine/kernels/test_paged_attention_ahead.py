@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton
 
+from engine.attention.parts import CHUNK
 from engine.attention.tiles import TileShape, default_tiles
 from engine.attention.triton_backend import JOIN_ELEMENTS
 from engine.runner.kv_pool import FP8
@@ -16,9 +17,10 @@ pytestmark = pytest.mark.slow
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16", FP8: "fp8e4nv"}
 DIVISIBLE = (
-    "out q kv scales pages query_starts kv_lens live_items partials sums counters "
+    "out q kv scales pages query_starts kv_lens partials sums counters "
     "q_stride_row q_stride_head kv_stride_part kv_stride_head"
 )
+PARTS = ("part_starts", "item_splits", "slot_starts", "part_items")
 WIDE_COPY = "LDGSTS.E.BYPASS.128"
 CASES = [
     (dim, dtype, capability)
@@ -44,7 +46,6 @@ def attention(
         "JOIN_D": min(block_d, JOIN_ELEMENTS * shape.num_warps // shape.block_m),
         "MAX_SPLITS": 32,
         "MIN_BLOCKS": 8,
-        "TILE_PER_ITEM": shape.block_m == 16,
         "Q_FACTOR": 1,
         "COMPUTE": str({"bf16": "tl.bfloat16", "fp32": "tl.float32", "fp16": "tl.float16"}[NAMES[q]]),
         "SCORES": str({"bf16": "tl.bfloat16", "fp32": "tl.float32", "fp16": "tl.float16"}[NAMES[s]]),
@@ -58,9 +59,9 @@ def attention(
         **dict.fromkeys(("out", "q"), "*" + NAMES[q]),
         "kv": "*" + NAMES[kv],
         **dict.fromkeys(("scales", "sinks", "partials", "sums"), "*fp32"),
-        **dict.fromkeys(("pages", "query_starts", "kv_lens", "live_items", "counters"), "*i32"),
+        **dict.fromkeys(("pages", "query_starts", "kv_lens", *PARTS, "counters"), "*i32"),
         **dict.fromkeys(
-            ("num_items", "num_programs", "most_splits", "q_stride_row", "q_stride_head", "kv_stride_head"),
+            ("num_items", "q_stride_row", "q_stride_head", "kv_stride_head"),
             "i32",
         ),
         **dict.fromkeys(("pages_stride", "window"), "i32"),
@@ -135,7 +136,7 @@ def test_every_way_through_the_kernel(compiler: Compiler) -> None:
         compiler,
         [
             attention(narrow, 80, torch.float16, 90, 17, **everything),
-            attention(wide, 96, torch.bfloat16, 90, 64, **(everything | {"TILE_PER_ITEM": True})),
+            attention(wide, 96, torch.bfloat16, 90, 64, **everything),
             attention(narrow, 112, FP8, 90, 128, **everything),
             attention(default_tiles(64, torch.float32, 90).shapes[0], 64, torch.float32, 90, 3, **everything),
         ],
@@ -161,3 +162,21 @@ def test_writes(compiler: Compiler, pool: str, kv: str) -> None:
     assert report.spilled_bytes <= MOST_SPILLED
     assert "LDG.E.128" in report.sass
     assert "STG.E.128" in report.sass
+
+
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize("items", [1, 64, 1024])
+def test_cutting_into_parts(compiler: Compiler, items: int, window: bool) -> None:
+    constants: dict[str, Constant] = {
+        "GROUP": 8, "LEAST_ROWS": 16, "MOST_ROWS": 2**31 - 1, "BLOCK_M": 128, "BLOCK_N": 64, "MIN_BLOCKS": 4,
+        "MAX_SPLITS": 32, "HAS_WINDOW": window, "BLOCK_B": items, "CHUNK": CHUNK,
+    }  # fmt: skip
+    signature = {
+        **dict.fromkeys((*PARTS, "query_starts", "kv_lens"), "*i32"),
+        **dict.fromkeys(("num_items", "budget", "window"), "i32"),
+    }
+    report = compiler.build(
+        [Build("engine.kernels.attention_parts:cut_into_parts", signature, constants, 90)]
+    )[0]
+    assert report.spilled_bytes <= MOST_SPILLED
+    assert report.fits(90)

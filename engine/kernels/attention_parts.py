@@ -1,0 +1,88 @@
+"""Cuts the attention of a ragged step into parts, on the device: which item, which tile of it, which split.
+
+A part is one program's work for one key head. Items of very different lengths stand side by side in a step: decodes
+over short and long histories, and the prompts of turns. So each item gets as many splits as its own keys fill, and all
+splits of a step read about the same number of keys (the work lists of FlashInfer and of FlashAttention 3's scheduler
+have the same purpose).
+
+Legend: B items, C entries of a chunk.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, misc"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _of_item(x_B, index_B, item):
+    return tl.sum(tl.where(index_B == item, x_B, 0), 0)
+
+
+@triton.jit(do_not_specialize=["num_items", "budget", "window"])
+def cut_into_parts(
+    part_starts,
+    item_splits,
+    slot_starts,
+    part_items,
+    query_starts,
+    kv_lens,
+    num_items,
+    budget,
+    window,
+    GROUP: tl.constexpr,
+    LEAST_ROWS: tl.constexpr,
+    MOST_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program for each item; each of them looks at all items.
+
+    Takes the items with more than LEAST_ROWS and at most MOST_ROWS rows; padding has none. Item b has the parts
+    part_starts[b] .. part_starts[b + 1] - 1 of `part_starts` [B + 1], the splits of a tile one after another, and each
+    of its tiles has item_splits[b] splits. `part_items` has the item of each part. Tiles with more than one split have
+    slots for their partial results from slot_starts[b] on.
+
+    There are at most `budget` slots, and at most max(budget, tiles + budget // 2) parts. Proof: with s blocks a split,
+    an item of t tiles and b blocks each makes t * ceil(b / s) parts. s is chosen so that the sum of t * b / s is at
+    most `room`. All parts are at most the tiles and `room` together. Items with two splits or more have at most
+    2 * room parts. `room` is `budget` less the tiles, but at least budget // 2.
+    """
+    item = tl.program_id(0)
+    index_B = tl.arange(0, BLOCK_B)
+    inside_B = index_B < num_items
+    first_B = tl.load(query_starts + index_B, mask=inside_B, other=0)
+    num_queries_B = tl.load(query_starts + index_B + 1, mask=inside_B, other=0) - first_B
+    kv_len_B = tl.load(kv_lens + index_B, mask=inside_B, other=0)
+    rows_B = num_queries_B * GROUP
+    mine_B = (rows_B > LEAST_ROWS) & (rows_B <= MOST_ROWS) & (kv_len_B > 0)
+    tiles_B = tl.where(mine_B, tl.cdiv(rows_B, BLOCK_M), 0)
+    first_key_B = tl.zeros((BLOCK_B,), tl.int32)
+    if HAS_WINDOW:
+        last_tile_B = tl.maximum(tiles_B - 1, 0) * BLOCK_M // GROUP
+        first_key_B = tl.maximum(kv_len_B - num_queries_B + last_tile_B - window + 1, 0)
+    blocks_B = tl.where(mine_B, tl.cdiv(kv_len_B, BLOCK_N) - first_key_B // BLOCK_N, 0)
+    splits_B = tl.full((BLOCK_B,), 1, tl.int32)
+    if MAX_SPLITS > 1:
+        room = tl.maximum(budget - tl.sum(tiles_B, 0), budget // 2)
+        share = tl.maximum(tl.cdiv(tl.sum(tiles_B * blocks_B, 0), room), MIN_BLOCKS)
+        splits_B = tl.minimum(tl.maximum(tl.cdiv(blocks_B, share), 1), MAX_SPLITS)
+    parts_B = tiles_B * splits_B
+    slots_B = tl.where(splits_B > 1, parts_B, 0)
+    starts_B = tl.cumsum(parts_B, 0) - parts_B
+    if item == 0:
+        tl.store(part_starts + index_B, starts_B, mask=inside_B)
+        tl.store(part_starts + num_items, tl.sum(parts_B, 0))
+        tl.store(item_splits + index_B, splits_B, mask=inside_B)
+        tl.store(slot_starts + index_B, tl.cumsum(slots_B, 0) - slots_B, mask=inside_B)
+    start = _of_item(starts_B, index_B, item)
+    count = _of_item(parts_B, index_B, item)
+    offsets_C = tl.arange(0, CHUNK)
+    for at in tl.range(0, count, CHUNK):
+        tl.store(part_items + start + at + offsets_C, item, mask=at + offsets_C < count)
