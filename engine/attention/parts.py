@@ -30,10 +30,8 @@ class Parts:
     shape: TileShape
     most: int
     max_splits: int
-    starts_B1: Tensor
-    splits_B: Tensor
-    slot_starts_B: Tensor
-    items_Q: Tensor
+    tensors: tuple[Tensor, ...]
+    """part_starts [B + 1], item_splits [B], slot_starts [B] and part_items [Q], as the kernels take them"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +84,9 @@ class PartCutter:
         most = min(max(budget, bounds.most_tiles + budget // 2), bounds.most_tiles * splits)
         numbers = torch.empty(3 * items + 1 + most, dtype=torch.int32, device=tables.kv_lens_B.device)
         max_splits = 1 if splits == 1 else tiles.max_splits
-        parts = Parts(shape, most, max_splits, *numbers.split_with_sizes((items + 1, items, items, most)))
+        parts = Parts(shape, most, max_splits, numbers.split_with_sizes((items + 1, items, items, most)))
         cut_into_parts[(items,)](
-            parts.starts_B1,
-            parts.splits_B,
-            parts.slot_starts_B,
-            parts.items_Q,
+            *parts.tensors,
             tables.query_starts_B1,
             tables.kv_lens_B,
             items,
