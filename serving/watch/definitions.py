@@ -334,7 +334,9 @@ HTTP = (
     ),
 )
 DISPATCH = (
-    _counter(INGRESS, "failovers", "calls", "Calls sent again because their replica was lost or no longer had the session."),
+    _counter(
+        INGRESS, "failovers", "calls", "Calls sent again: their replica was lost or let the session go."
+    ),
     _counter(INGRESS, "takeovers", "turns", "Turns that another replica continued in mid-stream."),
     _histogram(
         INGRESS,
