@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -209,21 +211,39 @@ def addresses(served: ServedCluster) -> dict[str, tuple[str, int]]:
     return {name: (host, int(port)) for name, host, port in found}
 
 
+def listens(address: tuple[str, int]) -> bool:
+    with contextlib.suppress(ConnectionRefusedError), socket.create_connection(address, timeout=10):
+        return True
+    return False
+
+
 def test_an_ingress_that_goes_listens_until_haproxy_knows(fronted: ServedCluster) -> None:
     """Earlier the ingress closed its connections at once. A call that HAProxy had just sent on one of them got no
     answer."""
 
-    def to(count: int) -> set[str]:
+    def resize(count: int) -> None:
         override = [{"name": "Ingress", "num_replicas": count}]
         fronted.deploy(lambda document: document["applications"][0].update(deployments=override))
-        eventually(lambda: len(served_calls(fronted)) == count, 60, interval_s=0.02)
-        return set(served_calls(fronted))
 
+    def when(holds: Callable[[], bool]) -> float:
+        eventually(holds, 60, interval_s=0.02)
+        return time.monotonic()
+
+    def two_listen() -> (
+        bool
+    ):  # an ingress that a test has killed stays in the configuration until Ray looks for it
+        found = addresses(fronted)
+        return len(found) == 2 and all(map(listens, found.values()))
+
+    eventually(two_listen, 60)
     before = addresses(fronted)
-    assert len(before) == 2
-    (gone,) = set(before) - to(1)
-    socket.create_connection(before[gone]).close()
-    assert len(to(2)) == 2
+    with ThreadPoolExecutor(2) as pool:  # both watch before Ray is asked: its answer may come late
+        known = pool.submit(when, lambda: len(served_calls(fronted)) == 1)
+        closed = pool.submit(when, lambda: not all(map(listens, before.values())))
+        resize(1)
+        assert known.result() < closed.result()
+    resize(2)
+    eventually(two_listen, 60)
 
 
 def test_serve_run_that_is_terminated_leaves_no_haproxy_behind(fronted: ServedCluster) -> None:
