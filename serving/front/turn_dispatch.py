@@ -26,7 +26,7 @@ from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
 from serving.front.replica_gone import Loss, ReplicaGone
 from serving.logs.call_facts import CALL_FACTS, CallFacts
 from serving.trace.turn_traces import UNTRACED, FrontTraces
-from serving.watch.metrics import IngressMetrics
+from serving.watch.metrics import FailoverCause, IngressMetrics
 from serving.wire.calls import Abort, AnyCall
 from serving.wire.controller_calls import ControllerCalls
 from serving.wire.errors import (
@@ -52,7 +52,8 @@ LOST = unavailable("the replica was lost during the answer", REPLICA_LOST)
 BROKEN_OFF = ErrorInfo(500, "internal_error", "the answer broke off")
 MOST_TAKEOVERS = 3
 """How many losses of a replica in mid-stream a turn survives. Limited because the turn itself may kill its replicas."""
-RETRIED_CODES = frozenset({STALE_EPOCH, SESSION_MOVED, "engine_stopped"})
+ENGINE_STOPPED = "engine_stopped"
+RETRIED_CODES = frozenset({STALE_EPOCH, SESSION_MOVED, ENGINE_STOPPED})
 LET_GO = frozenset({STALE_EPOCH, SESSION_MOVED, SESSION_NOT_FOUND})
 """Errors of a replica that no longer has the session. The first time, the call may just have gone to the wrong one."""
 LOG_AWAY = frozenset({StoreError.code, NoAnswer.code})
@@ -171,7 +172,7 @@ class TurnDispatcher:
                 continue
             if not _retried(refusal, failed):
                 raise ServiceError(refusal)
-            self._metrics.failed_over()
+            self._metrics.failed_over(_cause(refusal))
             await self._pause(deadline_s, refusal)
 
     async def once_log_answers(self, ask: Callable[[], Awaitable[T]]) -> T:
@@ -265,7 +266,7 @@ class TurnDispatcher:
                 raise ServiceError(refusal)
             if call.session is not None:
                 self._owners.forget(call.session.session_id)
-            self._metrics.failed_over()
+            self._metrics.failed_over(_cause(refusal))
             turn.trace.failed_over(refusal.code)
             await self._pause(deadline_s, refusal)
 
@@ -320,6 +321,7 @@ class TurnDispatcher:
             try:
                 if failure is BROKEN_OFF or not takeovers_left:
                     raise ServiceError(failure)
+                self._metrics.failed_over(_cause(failure))
                 turn.trace.failed_over(failure.code)
                 attempt = await self._take_over(turn, stack)
             except ServiceError as error:
@@ -331,7 +333,6 @@ class TurnDispatcher:
     async def _take_over(self, turn: DispatchedTurn, stack: AsyncExitStack) -> Attempt | None:
         """Continues the turn at another replica, after what the client has; None if it was aborted. Raises
         ServiceError."""
-        self._metrics.failed_over()
         lost_s = _now_s()
         call = turn.call
         if call.session is not None:
@@ -379,6 +380,11 @@ def _now_s() -> float:
 
 def _seen(gone: ReplicaGone) -> tuple[str, str]:
     return gone.replica_id, gone.loss.value
+
+
+def _cause(failure: ErrorInfo) -> FailoverCause:
+    lost = failure is GONE or failure is LOST or failure.code == ENGINE_STOPPED
+    return FailoverCause.LOST if lost else FailoverCause.REFUSED
 
 
 def _retried(refusal: ErrorInfo, failed: bool, *, in_mid_stream: bool = False) -> bool:

@@ -65,6 +65,7 @@ LABELS = MappingProxyType(
         "operation": "of the session log: `open`, `fork`, `assign`, `touch`, `load`, `notes`, `commit`, `close`, "
         "`close_after`; also `find`, `claim`, `changes` if clusters share the log",
         "state": "of links: `up` or `broken`",
+        "cause": "`lost`: the replica was not reached or its engine ended; `refused`: it drains or let the session go",
     }
 )
 
@@ -335,7 +336,7 @@ HTTP = (
 )
 DISPATCH = (
     _counter(
-        INGRESS, "failovers", "calls", "Calls sent again: their replica was lost or let the session go."
+        INGRESS, "failovers", "calls", "Calls sent again: their replica was lost, or refused them.", "cause"
     ),
     _counter(INGRESS, "takeovers", "turns", "Turns that another replica continued in mid-stream."),
     _histogram(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from enum import StrEnum
 from typing import NamedTuple
 
 from cache.audit import AuditReport
@@ -25,6 +26,14 @@ OUTCOMES = (
 )
 AUDIT_RESULTS = ("clean", "findings", "failed")
 CONVERSATION_KINDS = ("unnamed", "named")
+
+
+class FailoverCause(StrEnum):
+    """Why a call was sent again. LOST: its replica was not reached, or its engine had ended. REFUSED: its replica
+    drained or no longer had the session, as in every planned change."""
+
+    LOST = "lost"
+    REFUSED = "refused"
 
 
 class EndedTurn(NamedTuple):
@@ -161,7 +170,7 @@ class IngressMetrics:
         self.ingress_id = ingress_id
         self._constant = constant
         made = self._set = MetricSet(ingress_id, constant)
-        self._failovers = made.counter("kedge_failovers")
+        self._failovers = made.counters("kedge_failovers", [(each,) for each in FailoverCause])
         self._takeovers = made.counter("kedge_takeovers")
         self._takeover = made.histogram("kedge_takeover_seconds")
         self._move = made.histogram("kedge_move_seconds")
@@ -176,8 +185,8 @@ class IngressMetrics:
         """Adds figures of other parts, which are read when the text is rendered."""
         self._set.read(figures)
 
-    def failed_over(self) -> None:
-        self._failovers.inc()
+    def failed_over(self, cause: FailoverCause) -> None:
+        self._failovers[cause,].inc()
 
     def taken_over(self, after_s: float) -> None:
         self._takeovers.inc()

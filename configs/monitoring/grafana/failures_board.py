@@ -82,7 +82,7 @@ FAILURES = Board(
                     "ops",
                     (
                         Query(rate("kedge_controller_replicas_lost_total", "@c"), "lost replicas"),
-                        Query(rate("kedge_failovers_total", "@c"), "failovers"),
+                        Query(rate("kedge_failovers_total", "@c", "cause"), "failovers: {{cause}}"),
                         Query(rate("kedge_takeovers_total", "@c"), "takeovers"),
                         Query(rate("kedge_connection_breaks_total", "@c"), "broken connections"),
                     ),

@@ -9,6 +9,8 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from controllers.cluster import Cluster
 from controllers.errors import ControllerError
 from serving.front.conversations import Affinity, Conversations
@@ -18,7 +20,7 @@ from serving.front.replica_gone import Loss as Seen
 from serving.front.replica_gone import ReplicaGone
 from serving.front.turn_dispatch import TurnDispatcher
 from serving.trace.turn_traces import UNTRACED, FrontTraces
-from serving.watch.metrics import IngressMetrics
+from serving.watch.metrics import FailoverCause, IngressMetrics
 from serving.wire.calls import Abort, AnyCall, MoveSession
 from serving.wire.errors import error_info
 from serving.wire.turn_events import merge_events
@@ -42,6 +44,13 @@ def behind(count: int) -> Loss:
 
 def at_the_end(_number: int, event: TurnEvent) -> bool:
     return event.finish is not None or event.error is not None
+
+
+def failovers(metrics: IngressMetrics, *causes: FailoverCause) -> float:
+    """How many calls were sent again, for one of the `causes` (none named: for any)."""
+    families = text_string_to_metric_families(metrics.render())
+    samples = [each for family in families for each in family.samples if each.name == "kedge_failovers_total"]
+    return sum(each.value for each in samples if not causes or each.labels["cause"] in causes)
 
 
 class Replicas:

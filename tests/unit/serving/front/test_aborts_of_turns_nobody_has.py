@@ -86,7 +86,7 @@ async def test_between_two_replicas(served: Failover, session: str | None, every
     served.replicas.losses = {"a": behind(3)}
     served.replicas.dead.add("b")
     turn = asyncio.create_task(served.turn(mine(session)))
-    while 'kedge_failovers_total{ingress="i"} 2.0' not in served.metrics.render():
+    while 'kedge_failovers_total{cause="lost",ingress="i"} 2.0' not in served.metrics.render():
         await asyncio.sleep(0)
     client = other_ingress(served)
     await client.abort(None, all_requests=True, tenant="another")

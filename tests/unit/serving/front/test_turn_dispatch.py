@@ -15,10 +15,11 @@ from serving.front.conversations import Conversations
 from serving.front.ownership_cache import OwnershipCache
 from serving.front.replica_gone import ReplicaGone
 from serving.front.turn_dispatch import TurnDispatcher
-from serving.watch.metrics import IngressMetrics
+from serving.watch.metrics import FailoverCause, IngressMetrics
 from serving.wire.calls import CloseSession
-from serving.wire.errors import error_info
+from serving.wire.errors import error_info, unavailable
 from serving.wire.turns import ErrorInfo, ServiceError
+from tests.unit.serving.failover_rig import failovers
 
 MOVED = ErrorInfo(409, "stale_epoch", "moved")
 BUSY = ErrorInfo(409, "turn_in_flight", "busy")
@@ -67,11 +68,14 @@ class Controller:
         return died
 
 
-def dispatcher(replicas: Replicas, controller: Controller, timeout_s: float = 5.0) -> TurnDispatcher:
-    parts: tuple[Any, ...] = (replicas, controller)
-    return TurnDispatcher(
-        *parts, OwnershipCache(9), Conversations(9), IngressMetrics("i"), failover_timeout_s=timeout_s
-    )
+def dispatcher(
+    replicas: Replicas,
+    controller: Controller,
+    timeout_s: float = 5.0,
+    metrics: IngressMetrics | None = None,
+) -> TurnDispatcher:
+    parts: tuple[Any, ...] = (replicas, controller, OwnershipCache(9), Conversations(9))
+    return TurnDispatcher(*parts, metrics or IngressMetrics("i"), failover_timeout_s=timeout_s)
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +95,25 @@ async def test_a_wrong_owner_costs_one_more_round(first: Any) -> None:
     replicas = Replicas(first, "done")
     assert await dispatcher(replicas, Controller()).ask_owner("t s", work_at) == "done"
     assert [asked[0] for asked in replicas.asked] == ["t1", "t2"]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "cause"),
+    [
+        (ReplicaGone("t1"), FailoverCause.LOST),
+        (ErrorInfo(503, "engine_stopped", "the engine died"), FailoverCause.LOST),
+        (unavailable("the replica is drained"), FailoverCause.REFUSED),
+        (MOVED, FailoverCause.REFUSED),
+    ],
+)
+async def test_failovers_are_counted_by_cause(refusal: Any, cause: FailoverCause) -> None:
+    """Refusals of replicas that drain used to count as losses. Planned changes beside one death then set off
+    KedgeFailoverBurst."""
+    metrics = IngressMetrics("i")
+    answers = [MOVED, refusal, "done"]  # the first only makes the dispatcher ask for the owner again
+    ask = dispatcher(Replicas(*answers), Controller(), metrics=metrics).ask_owner
+    assert await ask("t s", work_at) == "done"
+    assert failovers(metrics) == failovers(metrics, cause) == 1
 
 
 async def test_a_replica_that_answered_before_is_reported_lost() -> None:

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cache.audit import AuditReport, Finding, PageAccounts, TierAccounts
 from engine.api import EngineStats
 from serving.watch.engine_figures import pages_by_account
-from serving.watch.metrics import OUTCOMES, EndedTurn, IngressMetrics, ReplicaMetrics
+from serving.watch.metrics import OUTCOMES, EndedTurn, FailoverCause, IngressMetrics, ReplicaMetrics
 
 
 def stats(*, window: PageAccounts | None = None, **pages: int) -> EngineStats:
@@ -143,14 +143,16 @@ def test_audits() -> None:
 
 def test_front_end() -> None:
     metrics = IngressMetrics("f", {"cluster": "kedge"})
-    metrics.failed_over()
+    metrics.failed_over(FailoverCause.LOST)
     metrics.taken_over(0.3)
     metrics.found_moved(0.02)
     metrics.request_begins()
     metrics.request_begins()
     metrics.request_ended("/v1/models", "GET", "2xx")
     found, own = samples(metrics.render()), (("cluster", "kedge"), ("ingress", "f"))
-    assert found["kedge_failovers_total", own] == found["kedge_takeovers_total", own] == 1
+    assert found["kedge_takeovers_total", own] == 1
+    by_cause = {cause: found["kedge_failovers_total", (("cause", cause), *own)] for cause in FailoverCause}
+    assert by_cause == {FailoverCause.LOST: 1, FailoverCause.REFUSED: 0}
     assert found["kedge_takeover_seconds_sum", own] == 0.3
     assert found["kedge_move_seconds_sum", own] == 0.02
     assert found["kedge_http_requests_in_flight", own] == 1

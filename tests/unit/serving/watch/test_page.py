@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from controllers.histogram import Histogram, Measure
 from serving.watch.definitions import DEFINITIONS
-from serving.watch.metrics import IngressMetrics, ReplicaMetrics
+from serving.watch.metrics import FailoverCause, IngressMetrics, ReplicaMetrics
 from serving.watch.page import cluster_page, controller_figures, merge_expositions
 from serving.watch.registry import Figure
 from tests.unit.serving.watch.test_metrics import samples, stats
@@ -15,7 +15,7 @@ EVERYWHERE = (("cluster", "east"), ("model", "m"))
 
 def test_merged_page_has_every_family_once_and_every_sample() -> None:
     ingress = IngressMetrics("front")
-    ingress.failed_over()
+    ingress.failed_over(FailoverCause.LOST)
     parts = [ReplicaMetrics(name, stats).render() for name in ("a", "b")]
     parts.append(ingress.render_others([Figure("kedge_controller_sessions_idle", 3.0)]))
     parts.append(ingress.render())
@@ -27,7 +27,7 @@ def test_merged_page_has_every_family_once_and_every_sample() -> None:
         apart |= samples(part)
     merged = samples(page)
     assert merged == apart
-    assert merged["kedge_failovers_total", (("ingress", "front"),)] == 1
+    assert merged["kedge_failovers_total", (("cause", "lost"), ("ingress", "front"))] == 1
     assert merged["kedge_controller_sessions_idle", ()] == 3
 
 
@@ -59,7 +59,7 @@ def test_what_the_page_says_of_itself() -> None:
     assert found["kedge_controller_up", EVERYWHERE] == 0
     assert "not this" not in page
     for name in ("front", "behind"):
-        assert found["kedge_failovers_total", (EVERYWHERE[0], ("ingress", name), EVERYWHERE[1])] == 0
+        assert found["kedge_takeovers_total", (EVERYWHERE[0], ("ingress", name), EVERYWHERE[1])] == 0
     assert (
         samples(cluster_page(metrics, [], (), [], present=0, expected=1))["kedge_controller_up", EVERYWHERE]
         == 1
