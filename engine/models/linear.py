@@ -147,8 +147,10 @@ def linear_factory(device: torch.device, weights: torch.dtype, activations: torc
     """The fastest kind of linear for the device and dtypes of a model."""
     if device.type != "cpu" or not has_onednn() or weights == torch.float16:
         return PlainLinear if weights == activations else CastingLinear
-    make = float32_linear if weights == torch.float32 else bfloat16_linear
-    return partial(make, kernels=find_half_kernels())
+    kernels = find_half_kernels()
+    if weights == torch.float32:
+        return partial(float32_linear, kernels=kernels)
+    return partial(bfloat16_linear, kernels=kernels, packs=packs_bfloat16())
 
 
 def float32_linear(weight_OI: Tensor, bias_O: Tensor | None, kernels: HalfKernels) -> Linear:
@@ -164,15 +166,16 @@ def float32_linear(weight_OI: Tensor, bias_O: Tensor | None, kernels: HalfKernel
     return SplitLinear(SlicedLinear(weight_OI, bias_O), OneDnnLinear(weight_OI, bias_O, packed=False), 1)
 
 
-def bfloat16_linear(weight_OI: Tensor, bias_O: Tensor | None, kernels: HalfKernels) -> Linear:
+def bfloat16_linear(weight_OI: Tensor, bias_O: Tensor | None, kernels: HalfKernels, packs: bool) -> Linear:
     """Few rows are bound by memory: float32 arithmetic on 16-bit weights is no slower. Many rows (a prompt) are bound
-    by arithmetic, and are rounded to bfloat16 for it."""
-    packed = OneDnnLinear(weight_OI, bias_O, packed=True)
+    by arithmetic, and are rounded to bfloat16 for it, where oneDNN packs them (`packs`)."""
+    many = OneDnnLinear(weight_OI, bias_O, packed=True) if packs else None
     half = halve_exactly(weight_OI.float()) if kernels.threaded else None
     if half is None:
-        return packed
+        return many or CastingLinear(weight_OI, bias_O)
     wide_bias_O = None if bias_O is None else bias_O.float()
-    return SplitLinear(half_linear(half, wide_bias_O, kernels), packed, FEW_ROWS)
+    few = half_linear(half, wide_bias_O, kernels)
+    return few if many is None else SplitLinear(few, many, FEW_ROWS)
 
 
 def half_linear(half: HalfWeights, bias_O: Tensor | None, kernels: HalfKernels) -> Linear:
@@ -186,3 +189,12 @@ def has_onednn() -> bool:
     """Whether this torch has the two operators that OneDnnLinear calls (torch's compiler emits them too)."""
     names = ("_reorder_linear_weight", "_linear_pointwise")
     return torch._C._has_mkldnn and all(hasattr(torch.ops.mkldnn, name) for name in names)
+
+
+def packs_bfloat16() -> bool:
+    """Whether oneDNN takes bfloat16 weights on this CPU. It refuses those without AVX-512 or AVX-NE-CONVERT."""
+    try:
+        OneDnnLinear(torch.eye(2, dtype=torch.bfloat16), packed=True)
+    except RuntimeError:
+        return False
+    return True

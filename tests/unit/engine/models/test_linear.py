@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.models.half_linear import (
+    HalfKernels,
     HalfWeights,
     QuickHalfLinear,
     ThreadedHalfLinear,
@@ -24,6 +25,7 @@ from engine.models.linear import (
     SlicedLinear,
     SplitLinear,
     TransposedLinear,
+    bfloat16_linear,
     float32_linear,
     has_onednn,
     linear_factory,
@@ -72,7 +74,9 @@ def test_bfloat16_weights_give_float32_rows() -> None:
     weight_OI = torch.randn(64, 32).bfloat16()
     bias_O = torch.randn(64).bfloat16()
     cpu = torch.device("cpu")
-    for make in (CastingLinear, linear_factory(cpu, torch.bfloat16, torch.float32)):
+    old_cpu = partial(bfloat16_linear, kernels=HALF, packs=False)
+    bare = partial(bfloat16_linear, kernels=HalfKernels(threaded=False, quick=False), packs=False)
+    for make in (CastingLinear, linear_factory(cpu, torch.bfloat16, torch.float32), old_cpu, bare):
         for rows in (1, 3, 20):
             x_NI = torch.randn(rows, 32)
             expected = x_NI.bfloat16().float() @ weight_OI.float().t() + bias_O.float()

@@ -86,7 +86,7 @@ def test_for_programs_once_is_the_state() -> None:
     with watched_server([happened(AT_S, "opened"), *BEGIN]) as server:
         result = top(server.url, "--json", "--once")
     assert result.exit_code == 0
-    assert json.loads(result.output) == {"event": "state", **BEGIN[0][1]}
+    assert json.loads(result.stdout) == {"event": "state", **BEGIN[0][1]}
 
 
 @pytest.mark.parametrize("options", [(), ("--once",), ("--json",)])
