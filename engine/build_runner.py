@@ -151,12 +151,12 @@ def build_runner(
 
 def steps_beyond_graphs(limits: StepLimits, execution: ExecutionSettings) -> list[tuple[int, int, int]]:
     """Steps to run before the replica starts, as rows, items and rows of the longest item. Together they use every
-    kernel that steps outside graphs need. Attention kernels depend on the longest item, and on whether there are many
-    rows or few. A kernel compiled during service would stop everything for seconds."""
+    kernel that steps outside graphs need. Attention kernels depend on the longest item, on whether there are many rows
+    or few, and on whether all items have as many. A kernel compiled in service would stop everything for seconds."""
     first = execution.max_graph_tokens + 1 if execution.graphs else 1
     steps = []
     for longest in (*(2**power for power in range(limits.rows.bit_length())), limits.rows):
-        for rows in (max(first, longest), min(limits.rows, longest * limits.items)):
+        for rows in (max(first, longest), max(first, longest + 1), min(limits.rows, longest * limits.items)):
             items = -(-rows // longest)
             if first <= rows <= limits.rows and items <= limits.items:
                 steps.append((rows, items, longest))

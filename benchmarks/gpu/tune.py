@@ -147,16 +147,20 @@ def row_neighbours(tiles: RowTiles, dry: bool) -> Iterator[RowTiles]:
 
 
 def neighbours(tiles: AttentionTiles, case: Case, dry: bool) -> Iterator[AttentionTiles]:
-    shape = tiles.shape(_rows(case))
+    """Tiles with one constant changed: of the shape that the case's longest item takes, or of the splits. The
+    narrowest shape stays: decodes beside long items take it."""
+    narrow, shape = tiles.shapes[0], tiles.shape(_rows(case))
     few = 2 if dry else None
     for name, values in CHOICES.items():
         for value in values[:few]:
             if value != getattr(shape, name):
-                yield replace(tiles, shapes=(replace(shape, **{name: value}),))
+                changed = replace(shape, **{name: value})
+                beside = (narrow,) if changed.block_m > narrow.block_m and shape is not narrow else ()
+                yield replace(tiles, shapes=(*beside, changed))
     for name, values in SPLITS.items():
         for value in values[:few]:
             if value != getattr(tiles, name):
-                yield replace(tiles, shapes=(shape,), **{name: value})
+                yield replace(tiles, **{name: value})
 
 
 def _rows(case: Case) -> int:

@@ -21,6 +21,9 @@ ANY_ROWS = 2**31 - 1
 CHUNK = 128
 """Entries that a program of the cut writes at once."""
 
+LEAST_BLOCK_B = 512
+"""The cut's kernel takes at least this many items, most of them none, so that few variants of it are compiled."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
@@ -68,7 +71,7 @@ class PartCutter:
 
         if longest * group <= narrow.block_m:
             return [_Bounds(narrow, 0, ANY_ROWS, items)]
-        if shape is narrow or rows == items * longest:
+        if shape is narrow or group > narrow.block_m or rows == items * longest:
             return [_Bounds(shape, 0, ANY_ROWS, most_tiles(items))]
         many_rows = min(items, rows * group // (narrow.block_m + 1))
         return [
@@ -100,7 +103,7 @@ class PartCutter:
             MIN_BLOCKS=tiles.least_blocks(shape),
             MAX_SPLITS=max_splits,
             HAS_WINDOW=window is not None,
-            BLOCK_B=triton.next_power_of_2(items),
+            BLOCK_B=max(LEAST_BLOCK_B, triton.next_power_of_2(items)),
             CHUNK=CHUNK,
         )
         return parts

@@ -24,7 +24,8 @@ class TileShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiles:
-    """`shapes` ascend in block_m: a step takes the first that holds all rows of its longest item, else the last.
+    """`shapes` ascend in block_m: a step takes the first that holds all rows of its longest item, else the last. Beside
+    long items, those that the first shape holds take that one.
 
     A split has at least `min_split` tokens, and at least two for each row of its tile, because its result is written
     and read again in float32. There are at most `max_splits`, a power of two.

@@ -1,7 +1,7 @@
 """Attention with Kedge's own Triton kernels: one launch writes a layer's keys and values, one or two attend.
 
 Items of few rows (decodes) and of many (prompts, beside them in the same step) are attended to by a launch each, with
-tiles of their own size. Before the first layer of a step one launch for each of these cuts it into parts.
+tiles of their own size. One launch for each of these cuts a step into parts: for each window, before its first layer.
 
 Legend: N rows of the step, B items, M pages of the longest, H query heads, K key/value heads, D head size, S slots, A =
 H * D.

@@ -1,8 +1,8 @@
 """Cuts the attention of a ragged step into parts, on the device: which item, which tile of it, which split.
 
 A part is one program's work for one key head. Items of very different lengths stand side by side in a step: decodes
-over short and long histories, and the prompts of turns. So each item gets as many splits as its own keys fill, and all
-splits of a step read about the same number of keys (the work lists of FlashInfer and of FlashAttention 3's scheduler
+over short and long histories, and the prompts of turns. So each item gets as many splits as its own keys fill, and the
+splits of a step read about as many keys each (the work lists of FlashInfer and of FlashAttention 3's scheduler
 have the same purpose).
 
 Legend: B items, C entries of a chunk.
@@ -20,7 +20,19 @@ def _of_item(x_B, index_B, item):
     return tl.sum(tl.where(index_B == item, x_B, 0), 0)
 
 
-@triton.jit(do_not_specialize=["num_items", "budget", "window"])
+@triton.jit
+def _splits(blocks_B, share, MIN_BLOCKS: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """No split is shorter than those of the longest item, which has at most MAX_SPLITS: the step waits for them."""
+    least = tl.maximum(tl.cdiv(tl.max(blocks_B, 0), MAX_SPLITS), MIN_BLOCKS)
+    return tl.maximum(tl.cdiv(blocks_B, tl.maximum(share, least)), 1)
+
+
+PARTS = ("part_starts", "item_splits", "slot_starts", "part_items")
+"""The kernels' arguments that lie one behind another in one tensor, so that their alignment differs from step to step.
+No kernel is compiled for each."""
+
+
+@triton.jit(do_not_specialize=["num_items", "budget", "window"], do_not_specialize_on_alignment=PARTS)
 def cut_into_parts(
     part_starts,
     item_splits,
@@ -50,9 +62,10 @@ def cut_into_parts(
     slots for their partial results from slot_starts[b] on.
 
     There are at most `budget` slots, and at most max(budget, tiles + budget // 2) parts. Proof: with s blocks a split,
-    an item of t tiles and b blocks each makes t * ceil(b / s) parts. s is chosen so that the sum of t * b / s is at
-    most `room`. All parts are at most the tiles and `room` together. Items with two splits or more have at most
-    2 * room parts. `room` is `budget` less the tiles, but at least budget // 2.
+    an item of t tiles and b blocks each makes t * ceil(b / s) parts. If s shares all blocks among `budget` parts, and
+    rounding up makes no more than `budget` of them, that is taken. Otherwise s is chosen so that the sum of t * b / s
+    is at most `room`. All parts are then at most the tiles and `room` together. Items with two splits or more have at
+    most 2 * room parts. `room` is `budget` less the tiles, but at least budget // 2.
     """
     item = tl.program_id(0)
     index_B = tl.arange(0, BLOCK_B)
@@ -70,9 +83,11 @@ def cut_into_parts(
     blocks_B = tl.where(mine_B, tl.cdiv(kv_len_B, BLOCK_N) - first_key_B // BLOCK_N, 0)
     splits_B = tl.full((BLOCK_B,), 1, tl.int32)
     if MAX_SPLITS > 1:
+        all_blocks = tl.sum(tiles_B * blocks_B, 0)
         room = tl.maximum(budget - tl.sum(tiles_B, 0), budget // 2)
-        share = tl.maximum(tl.cdiv(tl.sum(tiles_B * blocks_B, 0), room), MIN_BLOCKS)
-        splits_B = tl.minimum(tl.maximum(tl.cdiv(blocks_B, share), 1), MAX_SPLITS)
+        splits_B = _splits(blocks_B, tl.cdiv(all_blocks, budget), MIN_BLOCKS, MAX_SPLITS)
+        if tl.sum(tiles_B * splits_B, 0) > budget:
+            splits_B = _splits(blocks_B, tl.cdiv(all_blocks, room), MIN_BLOCKS, MAX_SPLITS)
     parts_B = tiles_B * splits_B
     slots_B = tl.where(splits_B > 1, parts_B, 0)
     starts_B = tl.cumsum(parts_B, 0) - parts_B

@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.attention_parts import PARTS
+
 JOIN_STAGES = tl.constexpr(5)
 """One more than the number of a tile's partial outputs that are in flight at once."""
 
@@ -188,7 +190,7 @@ def _join_splits(
         tl.store(out + out_M[:, None] + column_J[None, :], mean_MJ, mask=inside_MJ)
 
 
-@triton.jit(do_not_specialize=["num_items", "pages_stride", "window"])
+@triton.jit(do_not_specialize=["num_items", "pages_stride", "window"], do_not_specialize_on_alignment=PARTS)
 def paged_attention(
     out,
     q,
@@ -238,12 +240,12 @@ def paged_attention(
     `kv` is one layer of the pool [2, K, slots, DIM], and `scales` [2, K, slots] belongs to it. Parts come from
     engine/kernels/attention_parts.py, which explains `part_starts`, `item_splits`, `slot_starts` and `part_items`. The
     grid has room for each part and key head; programs that find no part end at once. A split has at least MIN_BLOCKS
-    blocks. A tile with a single split writes the output itself. Otherwise `partials` [slots * K, M, D] and `sums`
-    [slots * K, 2, M] hold the result of each split, and `counters`, zero before and after, count how many splits of a
-    tile are done. MAX_SPLITS is a power of two that no item exceeds. Q_FACTOR is the sign of the scores' scale: -1, 0
-    or 1. COMPUTE is the dtype of products, SCORES that of queries by keys: float16 holds keys in fp8 exactly, by one
-    instruction, and each query is scaled into its range. WIDE: a head's offsets need 64 bits. score_scale and cap hold
-    log2(e), see _attend_block.
+    blocks, but the last of a tile may have fewer. A tile with a single split writes the output itself. Otherwise
+    `partials` [slots * K, M, D] and `sums` [slots * K, 2, M] hold the result of each split, and `counters`, zero before
+    and after, count how many splits of a tile are done. MAX_SPLITS is a power of two that no item exceeds. Q_FACTOR is
+    the sign of the scores' scale: -1, 0 or 1. COMPUTE is the dtype of products, SCORES that of queries by keys: float16
+    holds keys in fp8 exactly, by one instruction, and each query is scaled into its range. WIDE: a head's offsets need
+    64 bits. score_scale and cap hold log2(e), see _attend_block.
     """
     num_parts = tl.load(part_starts + num_items)
     program = tl.program_id(0)

@@ -211,10 +211,11 @@ def test_steps_beyond_graphs_have_items_of_every_length() -> None:
     limits = StepLimits(rows=2048, items=64, sampled=512, steps=1)
     steps = steps_beyond_graphs(limits, ExecutionSettings(max_graph_tokens=256))
     assert {longest for _, _, longest in steps} == {2**power for power in range(3, 12)}
-    assert {(257, 33, 8), (512, 64, 8), (2048, 1, 2048)} <= set(steps)
+    assert {(257, 33, 8), (512, 64, 8), (1025, 2, 1024), (2048, 1, 2048)} <= set(steps)
     assert all(257 <= rows <= 2048 and items <= 64 for rows, items, _ in steps)
     assert all(longest <= rows <= items * longest for rows, items, longest in steps)
     assert {(1, 1, 1), (64, 64, 1)} <= set(steps_beyond_graphs(limits, ExecutionSettings(graphs=False)))
+    assert (65, 2, 64) in steps_beyond_graphs(limits, ExecutionSettings(graphs=False))
     assert (257, 257, 1) in steps_beyond_graphs(StepLimits(2048, 300, 300, 1), ExecutionSettings())
     assert steps_beyond_graphs(StepLimits(256, 64, 64, 1), ExecutionSettings()) == []
 

@@ -93,6 +93,13 @@ def test_items_alike_share_the_card() -> None:
     assert cut.splits == [3] * 64
 
 
+@pytest.mark.parametrize(("new", "splits"), [(16, 16), (64, 4), (128, 2)])
+def test_a_turn_on_a_long_history_fills_the_card(new: int, splits: int) -> None:
+    """A place used to be kept for each tile, so that 128 new tokens were not cut and used half of the card."""
+    cut = check(Cutting(group=8, block_m=128, min_blocks=4), [(new, 32768)], budget=16)
+    assert cut.splits == [splits]
+
+
 def test_short_items_are_not_cut_however_much_room_there_is() -> None:
     assert check(Cutting(), [(1, 128), (1, 1), (1, 129)], budget=1000).splits == [1, 1, 2]
 
@@ -114,7 +121,7 @@ def test_items_of_few_rows_and_of_many_are_cut_apart() -> None:
 
 
 def test_padding_has_no_part() -> None:
-    """Items without queries, and those of a captured decode, which have a row each and no key."""
+    """Items without queries, and items without keys."""
     cut = check(Cutting(), [(1, 500), (0, 0), (0, 0)], 64)
     assert set(cut.items) == {0}
     assert Cutting().cut([(1, 500), (1, 0)], 64, 64).starts[1:] == [4, 4]
