@@ -65,7 +65,7 @@ LABELS = MappingProxyType(
         "operation": "of the session log: `open`, `fork`, `assign`, `touch`, `load`, `notes`, `commit`, `close`, "
         "`close_after`; also `find`, `claim`, `changes` if clusters share the log",
         "state": "of links: `up` or `broken`",
-        "cause": "`lost`: the replica was not reached or its engine ended; `refused`: it drains or let the session go",
+        "cause": "`lost`: the replica was not reached or its engine ended; `refused`: it did not take the call",
     }
 )
 
