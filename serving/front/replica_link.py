@@ -123,11 +123,12 @@ class ReplicaLink:
     def begin(self, call: AnyCall, deliver: Deliver) -> int:
         """Sends a call; returns its number. The caller must `end` the call."""
         number = next(self._numbers)
+        request = encode_request(Request(number, call))
         self._waiting[number] = deliver
         if self._lost is not None:
             self._loop.call_soon(self._deliver, number, self._lost)
         else:
-            self._channel.send(encode_request(Request(number, call)))
+            self._channel.send(request)
         return number
 
     def end(self, number: int, *, answered: bool) -> None:

@@ -76,10 +76,7 @@ class RequestBuilder:
 
     def opens_thought(self, turn: Turn | None, prompt: PlacedPrompt) -> bool:
         """Whether the prompt ends within a thought, which the answer then continues."""
-        known = (
-            () if turn is None else turn.history[max(0, prompt.kept_len - OPENER_TOKENS) : prompt.kept_len]
-        )
-        return self._text.opens_thought([*known, *prompt.new_tokens[-OPENER_TOKENS:]])
+        return self._text.opens_thought(_end_of(turn, prompt))
 
     def build(
         self,
@@ -115,14 +112,17 @@ class RequestBuilder:
             resumed_tokens=() if call.resumed is None else call.resumed.token_ids,
         )
 
-    def output_text(self, call: TurnCall) -> OutputText:
-        """The text of the call's output, which is fed token by token. Raises InvalidRequest."""
+    def output_text(self, call: TurnCall, turn: Turn | None, prompt: PlacedPrompt) -> OutputText:
+        """The text of the call's output, which is fed token by token. An answer in a chat is a text of its own; other
+        outputs continue the prompt's text. Raises InvalidRequest."""
+        is_answer = isinstance(call.prompt, ChatPrompt) and not call.prompt.continues_final
         return self._text.output_text(
             call.stop,
             trim_stop=call.trim_stop,
             skip_special_tokens=call.skip_special_tokens,
             shown=call.shown_tokens,
             min_tokens=call.sampling.min_new_tokens,
+            before=() if is_answer else _end_of(turn, prompt),
         )
 
     async def tokenize(
@@ -190,6 +190,12 @@ class RequestBuilder:
 def history_chain(lent: Turn | Fork | None) -> TokenChain | None:
     """The engine's token chain, which the SessionController keeps along with the history."""
     return None if lent is None else cast("TokenChain | None", lent.chain)
+
+
+def _end_of(turn: Turn | None, prompt: PlacedPrompt) -> list[int]:
+    """The last tokens that the model reads before its output."""
+    known = () if turn is None else turn.history[max(0, prompt.kept_len - OPENER_TOKENS) : prompt.kept_len]
+    return [*known, *prompt.new_tokens[-OPENER_TOKENS:]]
 
 
 def _namespace(call: TurnCall) -> str:

@@ -279,7 +279,7 @@ class TurnRunner:
         constraint: TokenConstraint | None,
     ) -> LiveTurn:
         engine_id = f"{call.request_id}#{next(self._numbers)}"
-        output = self._builder.output_text(call)
+        output = self._builder.output_text(call, turn, prompt)
         in_thought = self._builder.opens_thought(turn, prompt)
         request = self._builder.build(
             call, turn, engine_id, prompt.new_tokens, output, constraint, in_thought=in_thought

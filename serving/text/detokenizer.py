@@ -70,11 +70,15 @@ class TokenBytes:
         """Empty for ids that the model has and the tokenizer does not."""
         return self._bytes[token_id] if token_id < len(self._bytes) else b""
 
-    def detokenizer(self, *, skip_special_tokens: bool, shown: Sequence[str] = ()) -> Detokenizer:
-        """`shown` are special tokens that are never skipped."""
+    def detokenizer(
+        self, *, skip_special_tokens: bool, shown: Sequence[str] = (), before: Sequence[int] = ()
+    ) -> Detokenizer:
+        """`shown` are special tokens that are never skipped. `before` are the tokens whose text the output goes on."""
         skipped = self._special if skip_special_tokens else frozenset()
         skipped -= {self._tokenizer.token_to_id(token) for token in shown}
-        return ByteDetokenizer(self, skipped) if self.exact else WindowDetokenizer(self._tokenizer, skipped)
+        if self.exact:
+            return ByteDetokenizer(self, skipped)
+        return WindowDetokenizer(self._tokenizer, skipped, before)
 
 
 class ByteDetokenizer:
@@ -98,14 +102,20 @@ class WindowDetokenizer:
 
     `tokenizers.decoders.DecodeStream` does the same, but it cannot be flushed and holds broken characters without
     limit.
+
+    A text's first blank is dropped in such vocabularies, so an output that goes on with a text begins with the end of
+    that (`before`) in its window. If the end is a broken character, the output is a text of its own.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
-        self._window: list[int] = []
-        self._context_len = 0
-        self._context_text = ""
+        context = [token_id for token_id in before if token_id not in skipped]
+        text = self._decode(context)
+        is_whole = not text.endswith("\ufffd")
+        self._window = context if is_whole else []
+        self._context_len = len(self._window)
+        self._context_text = text if is_whole else ""
 
     def push(self, token_ids: Sequence[int]) -> str:
         return "".join([self._push_one(token_id) for token_id in token_ids if token_id not in self._skipped])

@@ -215,15 +215,19 @@ class TextProcessor:
         skip_special_tokens: bool = True,
         shown: Sequence[str] = (),
         min_tokens: int = 0,
+        before: Sequence[int] = (),
     ) -> OutputText:
         """Follows one request's output. `shown` are special tokens that are always part of its text. No stop string
-        ends it within the first `min_tokens`. Raises InvalidRequest, naming `stop`."""
+        ends it within the first `min_tokens`. `before` is the end of the text that it continues. Raises InvalidRequest,
+        naming `stop`."""
         detokenizer: Detokenizer = NoText()
         if self._token_bytes is None:
             if stops:
                 raise InvalidRequest("This model has no tokenizer, so stop strings cannot be found.", "stop")
         else:
-            detokenizer = self._token_bytes.detokenizer(skip_special_tokens=skip_special_tokens, shown=shown)
+            detokenizer = self._token_bytes.detokenizer(
+                skip_special_tokens=skip_special_tokens, shown=shown, before=before
+            )
         matcher = StopMatcher(stops, keep_stop=not trim_stop)
         return OutputText(detokenizer, matcher, trim_stop=trim_stop, min_tokens=min_tokens)
 

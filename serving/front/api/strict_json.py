@@ -19,6 +19,7 @@ from serving.front.api.documented_replies import documented_errors
 from serving.front.api.ignored_fields import IGNORED_FIELDS, IgnoredFields
 
 Body = TypeVar("Body", bound=BaseModel)
+Location = tuple[str | int, ...]
 
 _ALL_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _MANY_DIGITS = b"0" * 19
@@ -174,11 +175,23 @@ def _parsed(body: bytes) -> Any:
 
 
 def _check_integers(body: Any) -> None:
-    """Raises InvalidBody for an integer that is too large to be sent to a replica. In a list, it names the list."""
-    left: list[tuple[tuple[str | int, ...], Any]] = [(("body",), body)]
+    """Raises InvalidBody for an integer that is too large to be sent to a replica."""
+    at = large_integer_in(body)
+    if at is not None:
+        problem = "an integer of more than 64 bits is not supported"
+        raise InvalidBody({"type": "int_parsing_size", "loc": ("body", *at), "msg": problem})
+
+
+def large_integer_in(value: Any) -> Location | None:
+    """Where in this JSON an integer has more than 64 bits, which msgpack cannot hold; of a list's elements, where the
+    list is. None: nowhere. The input of a tool call of the Messages protocol is not looked at: a model wrote it, and
+    the call is sent to a replica as text."""
+    left: list[tuple[Location, Any]] = [((), value)]
     while left:
         at, value = left.pop()
         match value:
+            case dict() if len(at) == 5 and (at[0], at[2], at[4]) == ("messages", "content", "input"):
+                pass
             case dict():
                 left += [((*at, key), each) for key, each in value.items()]
             case list():
@@ -186,8 +199,8 @@ def _check_integers(body: Any) -> None:
                     ((*at, index) if isinstance(each, dict) else at, each) for index, each in enumerate(value)
                 ]
             case int() if not -(2**63) <= value < 2**64:
-                problem = "an integer of more than 64 bits is not supported"
-                raise InvalidBody({"type": "int_parsing_size", "loc": at, "msg": problem})
+                return at
+    return None
 
 
 def _validated(model: type[Body], value: Any, ignored: IgnoredFields | None) -> Body:

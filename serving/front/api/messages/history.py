@@ -5,6 +5,7 @@ There each tool result is a separate message, and successive messages of one rol
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from serving.front.api.messages.blocks import (
     UserMessage,
     text_of,
 )
+from serving.front.api.strict_json import large_integer_in
 
 TemplateMessage = dict[str, Any]
 _JOINED = ("reasoning_content", "content")
@@ -86,8 +88,11 @@ def _answered(
 
 
 def _called(block: ToolUseBlock) -> dict[str, Any]:
-    """A call. The arguments stay an object: templates write them as JSON."""
-    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+    """A call. The arguments stay an object, which templates write as JSON. With an integer of more than 64 bits they
+    are text."""
+    travels = large_integer_in(block.input) is None
+    arguments = block.input if travels else json.dumps(block.input, ensure_ascii=False)
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
 def _add(messages: list[TemplateMessage], new: TemplateMessage) -> None:

@@ -41,6 +41,7 @@ MAX_TEMPLATE_CHARS = 65_536
 class TextPart(StrictBody):
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: Any = Field(None, description="This field has no effect.")
 
 
 def _kind_of_content(value: Any) -> str:
@@ -128,7 +129,7 @@ ChatTemplateText = Annotated[str, StringConstraints(min_length=1, max_length=MAX
 TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_not_too_long)]
 
 
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatBody(OpenAiBody):
@@ -139,7 +140,10 @@ class ChatBody(OpenAiBody):
     chat_template_kwargs: TemplateKwargs | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: bool | None = Field(
+        None,
+        description="Read where a call is required: the answer then has one. With `auto` it has no effect.",
+    )
     modalities: Annotated[list[Literal["text"]], Field(max_length=8)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = Field(None, description="The answer continues the last message.")

@@ -153,15 +153,19 @@ def _logprobs(body: CompletionBody, prompt: TextPrompt | TokenPrompt) -> Logprob
     return LogprobParams(scored, top, 0 if of_prompt or echoed else None)
 
 
-def _text_of(entries: Iterable[TextLogprob]) -> str:
-    return b"".join(entry.text for entry in entries).decode("utf-8", "replace")
+def _bytes_of(entries: Iterable[TextLogprob]) -> bytes:
+    return b"".join(entry.text for entry in entries)
+
+
+def _utf8() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")
 
 
 class TextPlace:
     """Where in a choice's text a token begins, in characters. A token's bytes may be only a part of a character."""
 
     def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _utf8()
         self._offset = 0
 
     def pass_by(self, token_text: bytes) -> int:
@@ -187,11 +191,12 @@ class CompletionEncoder(ChunkEncoder):
         )
         """Whether a choice's chunks also differ in other fields than the text."""
         self._places: defaultdict[int, TextPlace] = defaultdict(TextPlace)
+        self._echoes: defaultdict[int, codecs.IncrementalDecoder] = defaultdict(_utf8)
 
     async def chunk(self, index: int, event: TurnEvent) -> bytes:
         if index in self._started and event.finish is None and not self._differs:
             self._usage.note(index, event)
-            return self._text_chunk(index, event.text)
+            return self._text_chunk(index, self._text(index, event))
         choice = self._choice(index, event)
         reply = self._chunk_of(choices=[choice], usage=self._usage_so_far())
         return server_event(await self._with_logprobs(reply_json(reply), index, event))
@@ -210,9 +215,7 @@ class CompletionEncoder(ChunkEncoder):
 
     def _choice(self, index: int, output: TurnEvent | TurnResult) -> CompletionChoice:
         self._usage.note(index, output)
-        text = output.text
-        if self._body.echo and index not in self._started:
-            text = self._echoed(index, output) + text
+        text = self._text(index, output)
         self._started.add(index)
         return CompletionChoice(
             index=index,
@@ -227,9 +230,17 @@ class CompletionEncoder(ChunkEncoder):
             ),
         )
 
+    def _text(self, index: int, output: TurnEvent | TurnResult) -> str:
+        return self._echoed(index, output) + output.text if self._body.echo else output.text
+
     def _echoed(self, index: int, output: TurnEvent | TurnResult) -> str:
+        """The part of the prompt that this event echoes. Token ids have their text from the replica, which sends it as
+        it computes the prompt."""
         prompt = self._prompts[index // self._num_choices]
-        return prompt.text if isinstance(prompt, TextPrompt) else _text_of(output.input_logprobs)
+        if isinstance(prompt, TextPrompt):
+            return "" if index in self._started else prompt.text
+        computed = bool(output.token_ids) or output.finish is not None
+        return self._echoes[index].decode(_bytes_of(output.input_logprobs), final=computed)
 
     def _logprobs(self, output: TurnEvent | TurnResult) -> Sequence[TextLogprob]:
         """Log-probabilities of the choice's text, an echoed prompt included."""

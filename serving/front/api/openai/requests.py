@@ -63,7 +63,7 @@ class SharedFields(StrictBody):
     metadata: Metadata | None = None
     user: str | None = None
     safety_identifier: str | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale", "fast", "ultrafast"] | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
     def sampling(self, model: ModelInfo) -> SamplingParams:

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from serving.front.api.fields import JsonSchema, NonEmptyText
 from serving.front.api.reply_json import Reply
-from serving.front.api.strict_json import StrictBody
+from serving.front.api.strict_json import StrictBody, large_integer_in
 
 MAX_TOOLS = 512
 MAX_TOOL_CALLS = 256
@@ -194,16 +194,14 @@ class ToolCall(StrictBody):
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it: arguments are an object, which templates write as JSON. Arguments that are not
-        JSON, as in a call that was cut off, stay text."""
+        JSON, as in a call that was cut off, or that have an integer of more than 64 bits, stay text."""
         arguments = self.function.arguments
         try:
             parsed = from_json(arguments or "{}")
         except ValueError:
             parsed = None
-        function = {
-            "name": self.function.name,
-            "arguments": parsed if isinstance(parsed, dict) else arguments,
-        }
+        is_object = isinstance(parsed, dict) and large_integer_in(parsed) is None
+        function = {"name": self.function.name, "arguments": parsed if is_object else arguments}
         return {"id": self.id, "type": self.type, "function": function}
 
 

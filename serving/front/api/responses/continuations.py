@@ -104,7 +104,7 @@ async def continued(service: TurnService, body: ResponsesBody, tenant: str) -> C
     previous = await found_response(service, body.previous_response_id, tenant, _PREVIOUS)
     if not previous.stored.is_completed:
         raise refusal(f"{_PREVIOUS}: only a response that has been completed can be gone on from.", _PREVIOUS)
-    said = _said_in(previous, service.model)
+    said = await _said_in(previous, service.model)
     return await _behind(service, previous, tuple(said), body, tenant)
 
 
@@ -171,15 +171,15 @@ async def _completed(service: TurnService, response_id: str, tenant: str) -> _Co
     ServiceError."""
     try:
         found = await found_response(service, response_id, tenant)
-        return _Completed(found, _said_in(found, service.model)) if found.stored.is_completed else None
+        return _Completed(found, await _said_in(found, service.model)) if found.stored.is_completed else None
     except ServiceError as error:
         if error.info.code != NO_RESPONSE:
             raise
         return None
 
 
-def _said_in(found: FoundResponse, model: ModelInfo) -> list[Json]:
-    return said_until(found.turns[: found.at + 1], model, found.stored.head.id, _PREVIOUS)
+async def _said_in(found: FoundResponse, model: ModelInfo) -> list[Json]:
+    return await said_until(found.turns[: found.at + 1], model, found.stored.head.id, _PREVIOUS)
 
 
 async def _behind(

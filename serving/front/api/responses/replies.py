@@ -99,7 +99,7 @@ class ResponseReader:
 def usage_of(output: TurnEvent | TurnResult) -> Json:
     return {
         "input_tokens": output.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": output.cached_tokens},
+        "input_tokens_details": {"cached_tokens": output.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": output.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": output.prompt_tokens + output.completion_tokens,

@@ -16,6 +16,7 @@ from serving.front.api.fields import (
     most_tokens,
     schema_constraint,
 )
+from serving.front.api.openai.chat_schema import TemplateKwargs
 from serving.front.api.openai.requests import SharedFields
 from serving.front.api.openai.structured import ANY_OBJECT, HeldAnswer
 from serving.front.api.responses.items import Input, Json
@@ -72,7 +73,7 @@ class TextConfig(StrictBody):
 
 
 class ReasoningConfig(StrictBody):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="The chat template gets it as `reasoning_effort`. Some templates ignore it."
     )
     summary: Literal["auto", "concise", "detailed", "none"] | None = Field(
@@ -113,11 +114,14 @@ class ResponsesBody(SharedFields):
     max_output_tokens: Count | None = None
     tools: ResponsesTools | None = None
     tool_choice: ResponsesToolChoice | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: bool | None = Field(
+        None,
+        description="Read where a call is required: the answer then has one. With `auto` it has no effect.",
+    )
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     include: Annotated[list[Included], Field(max_length=MAX_INCLUDED)] | None = None
-    chat_template_kwargs: Json | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
 
     # Hints: without effect on the answer.
     client_metadata: Json | None = None

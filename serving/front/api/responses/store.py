@@ -6,6 +6,7 @@ a session survives, and is kept as long as its session.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import re
@@ -206,7 +207,7 @@ async def input_items(service: TurnService, response_id: str, tenant: str) -> li
         return stored.input
     before = stored.before
     if before is None:
-        before = said_until(turns[:at], service.model, response_id, "response_id")
+        before = await said_until(turns[:at], service.model, response_id, "response_id")
     return [*before, *stored.input]
 
 
@@ -276,9 +277,15 @@ def response_of(turn: TurnTranscript) -> str | None:
     return response_id
 
 
-def said_until(turns: Sequence[TurnTranscript], model: ModelInfo, response_id: str, param: str) -> list[Json]:
+async def said_until(
+    turns: Sequence[TurnTranscript], model: ModelInfo, response_id: str, param: str
+) -> list[Json]:
     """All items up to the end of the last of these turns, which `response_id` went on from. Raises ServiceError (404)
-    if one of them was deleted."""
+    if one of them was deleted. Each turn takes up to a millisecond, so they are read on a thread."""
+    return await asyncio.to_thread(_said_in, turns, model, response_id, param)
+
+
+def _said_in(turns: Sequence[TurnTranscript], model: ModelInfo, response_id: str, param: str) -> list[Json]:
     items: list[Json] = []
     for turn in turns:
         if turn.asked_len == turn.start_len:  # It only records that a response has begun or ended.

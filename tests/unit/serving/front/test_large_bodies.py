@@ -144,6 +144,14 @@ async def test_what_is_too_much_is_named(
     assert reply.json()["error"]["param"] == named, reply.text
 
 
+async def test_arguments_of_a_template_are_limited_for_responses_too(client: httpx.AsyncClient) -> None:
+    """They are a key of a cache on the replica."""
+    body = {"input": "hi", "chat_template_kwargs": {"a": "b" * 70_000}}
+    reply = await client.post("/v1/responses", json=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "chat_template_kwargs"
+
+
 async def test_others_are_served_while_a_large_body_is_counted(tmp_path: Path) -> None:
     """12 MiB of backslashes used to hold the event loop for 40 ms even before parsing."""
     turns = 0

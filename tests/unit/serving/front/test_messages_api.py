@@ -70,6 +70,22 @@ def test_what_templates_are_given() -> None:
     )
 
 
+async def test_a_call_with_an_integer_that_does_not_travel_is_told_as_text(tmp_path: Path) -> None:
+    """A model may write integers of any size. The conversation could not go on after one of more than 64 bits."""
+    call = {"type": "tool_use", "id": "c-1", "name": "f", "input": {"wei": 10**30, "deep": [{"x": 1}]}}
+    result = {"type": "tool_result", "tool_use_id": "c-1", "content": "sent"}
+    messages = [HELLO, assistant(call), user(result)]
+    (told,) = (message for message in rendered(messages=messages) if message["role"] == "assistant")
+    assert json.loads(told["tool_calls"][0]["function"]["arguments"]) == call["input"]
+    async with local_client(tmp_path) as (client, _):
+        reply = await client.post(PATH, json={**GOOD, "messages": messages})
+        assert reply.status_code == 200, reply.text
+        elsewhere = [
+            {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"x": 10**30}}]}
+        ]
+        assert (await client.post(PATH, json={**GOOD, "messages": elsewhere})).status_code == 400
+
+
 def test_instructions_for_one_turn_are_gone_in_the_next() -> None:
     note = {"role": "system", "content": "now", "clear_at": "next_user_message"}
     assert len(rendered(messages=[HELLO, note])) == 2

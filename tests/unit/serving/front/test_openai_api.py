@@ -296,6 +296,21 @@ async def test_text_offsets_are_characters_of_the_text(tmp_path: Path, as_ids: b
         assert streamed == choice["logprobs"]["text_offset"]
 
 
+@pytest.mark.parametrize("logprobs", [None, 0])
+async def test_an_echo_of_token_ids_is_streamed_whole(tmp_path: Path, logprobs: int | None) -> None:
+    """A replica computes a long prompt in chunks, and tells the text of each. Only that of the first was echoed. A
+    character may lie in two chunks."""
+    async with local_client(tmp_path) as (client, _):
+        text = "🐶" * 40
+        ids = small_text()._encode(text, "prompt")
+        assert len(ids) > 3 * 32
+        body = {"prompt": ids, **GREEDY, "echo": True, "logprobs": logprobs}
+        whole = (await post(client, COMPLETIONS, body))["choices"][0]["text"]
+        assert whole.startswith(text)
+        chunks = events_of(await client.post(COMPLETIONS, json={**body, "stream": True}))
+        assert "".join(c["choices"][0]["text"] for c in chunks) == whole
+
+
 async def test_a_prompt_can_be_scored_without_an_answer(tmp_path: Path) -> None:
     async with local_client(tmp_path) as (client, service):
         for stream in (False, True):

@@ -211,6 +211,27 @@ async def test_an_integer_that_does_not_travel_is_refused_by_name(tmp_path: Path
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
 
 
+@pytest.mark.parametrize("number", [2**64, -(10**30)])
+async def test_arguments_with_an_integer_that_does_not_travel_stay_text(tmp_path: Path, number: int) -> None:
+    """A model may write integers of any size in a call. Every later turn of the conversation used to be a 500."""
+    arguments = f'{{"wei": {number}}}'
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    answered = {"role": "tool", "tool_call_id": "c", "content": "sent"}
+    messages = [user("hi"), {"role": "assistant", "tool_calls": [call]}, answered]
+    items = [
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments},
+        {"type": "function_call_output", "call_id": "c", "output": "sent"},
+    ]
+    async with local_client(tmp_path) as (client, service):
+        reply = await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+        assert reply.status_code == 200, reply.text
+        assert isinstance(service.calls[-1].prompt, ChatPrompt)
+        (told,) = service.calls[-1].prompt.messages[1]["tool_calls"]
+        assert told["function"]["arguments"] == arguments
+        reply = await client.post("/v1/responses", json={"input": items, "max_output_tokens": 16})
+        assert reply.status_code == 200, reply.text
+
+
 async def test_an_answer_that_is_opened_otherwise_later_takes_no_words_along(tmp_path: Path) -> None:
     """Some templates begin a thought in the prompt but write earlier answers without it. The history then differs from
     the prompt within what opened its last answer. This opening used to be taken for a part of the question. All stored

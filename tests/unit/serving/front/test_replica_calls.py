@@ -96,6 +96,15 @@ async def test_a_call_that_a_replica_does_not_know_is_refused_and_nothing_else(a
         assert (await rest_of(events))[-1].finish == END.finish
 
 
+async def test_a_call_that_cannot_be_written_leaves_nothing_behind(answers: Answers) -> None:
+    async with running_link(answers.serve) as rig:
+        assert await rig.calls.call("r", Abort(None, "")) == 7
+        too_large = TurnCall("r", TokenPrompt((2**70,)), SamplingParams())
+        with pytest.raises(OverflowError):
+            await events_of(rig.calls, too_large)
+        assert all(link.calls == 0 for link in rig.calls._links.values())
+
+
 async def events_of(calls: object, call: TurnCall) -> tuple[list[int], TurnEvent]:
     async with calls.turn("r", call, None) as events:  # type: ignore[attr-defined]
         got = [event async for event in events]

@@ -64,6 +64,28 @@ def test_streamed_pieces_are_the_decoded_text(text: str, skip: bool) -> None:
     assert shown == backend.decode(ids, skip_special_tokens=skip)
 
 
+@patient
+@given(before=st.text(max_size=30), text=st.text(max_size=30))
+def test_an_output_goes_on_with_the_text_before_it(before: str, text: str) -> None:
+    """The first blank of a completion was lost where a tokenizer drops the blank that a text begins with."""
+    backend = PIECES.backend_tokenizer
+    known = backend.encode(before + "dog", add_special_tokens=False).ids
+    ids = backend.encode(" park" + text, add_special_tokens=False).ids[1:]
+    output = TextProcessor(PIECES, vocab_size=len(PIECES), max_context_len=100).output_text(
+        before=known[-16:]
+    )
+    shown = "".join(output.push((i,)) for i in ids) + output.push((), LENGTH)
+    assert backend.decode([*known, *ids]) == backend.decode(known) + shown
+
+
+def test_an_output_after_half_a_character_is_a_text_of_its_own() -> None:
+    halves = PIECES.convert_tokens_to_ids(["<0xC3>", "<0xA9>"])
+    text = TextProcessor(PIECES, vocab_size=len(PIECES), max_context_len=100)
+    output = text.output_text(before=halves[:1])
+    dog = PIECES.backend_tokenizer.encode("dog", add_special_tokens=False).ids
+    assert output.push([halves[1], *dog]) + output.push((), LENGTH) == "\ufffd dog"
+
+
 def test_broken_pieces_are_not_held_for_ever() -> None:
     output = TextProcessor(PIECES, vocab_size=len(PIECES), max_context_len=100).output_text()
     broken = PIECES.convert_tokens_to_ids("<0x80>")
