@@ -310,7 +310,9 @@ class RadixTree:
         return upper
 
     def _add_lock(self, node: RadixNode, change: int) -> None:
-        self._touch(node)
+        """Locking is a use of the path; unlocking is not."""
+        if change > 0:
+            self._touch(node)
         current: RadixNode | None = node
         while current is not None and current.parent is not None:
             before = current.lock_count

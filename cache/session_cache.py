@@ -467,10 +467,13 @@ class SessionAwareCache:
         """Evicts cached prefixes if pages are missing; returns how many pages that freed."""
         missing, missing_window = self._missing(full, window)
         evicted = 0
-        if missing > 0:
+        # The search walks over all nodes of the tree.
+        if missing > 0 and self._inner.cached_pages:
             evicted += self._inner.evict(max(missing, self.num_pages // EVICTION_SHARE))
         if missing_window > 0:
             assert self._inner.window is not None
+            if not self._inner.window.cached_pages:
+                return evicted
             share = self._inner.window.num_pages // EVICTION_SHARE
             evicted += self._inner.evict_window(max(missing_window, share))
         self.num_evicted_pages += evicted

@@ -250,8 +250,7 @@ class Cluster:
         """The session with its committed history. The owner calls this. Raises SessionNotFound, StaleEpoch."""
         self._claims.fence(session_id, epoch, replica_id)
         self._ledger.touch(session_id)
-        with self._claims.changing(session_id), self._stats.timed("load"):
-            return self._store.load(session_id)
+        return self._claims.load(session_id, epoch)
 
     def offer_session(self, session_id: str, epoch: int, replica_id: str) -> bool:
         """Moves the session if its owner drains, or to a less busy replica. Returns whether it moved. The owner calls

@@ -43,12 +43,12 @@ class RedisNotes:
         commands: list[Command] = []
         if record.start_len < entry.tokens:
             (fields,) = self._log.read(self.reads(record.session_id))
-            past = [
-                note.turn_index
-                for note in self._parsed(record.session_id, fields)
-                if note.said_len > record.start_len
-            ]
-            commands = [("HDEL", self._key(record.session_id), at) for at in past]
+            notes = sorted(self._parsed(record.session_id, fields), key=lambda note: note.turn_index)
+            past = [note for note in notes if note.said_len > record.start_len]
+            commands = [("HDEL", self._key(record.session_id), note.turn_index) for note in past]
+            last = next((note for note in reversed(notes) if note not in past), None)
+            if last is not None and last.end_len > record.start_len:
+                commands.append(self._set(record.session_id, last.cut(record.start_len)))
         if has_note(record):
             commands.append(self._set(record.session_id, note_of(record)))
         return commands

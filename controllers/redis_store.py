@@ -44,7 +44,7 @@ from controllers.records import (
     TurnRecord,
 )
 from controllers.redis_connection import Connect, connect_redis
-from controllers.redis_histories import RedisHistories
+from controllers.redis_histories import FIELDS_AT_ONCE, RedisHistories
 from controllers.redis_log import ALIVE_S, Command, Guards, RedisLog
 from controllers.redis_notes import RedisNotes
 from controllers.redis_session import StoredSession
@@ -187,8 +187,11 @@ class RedisSessionStore:
             ("SET", self._log.alive_key(self._log.cluster), 1, "EX", ALIVE_S),
             ("EXPIRE", self._deployment_key, DEPLOYMENT_KEPT_S),
         ]
-        if taken:
-            commands.append(("HDEL", taken_key, *taken))
+        known = list(taken)
+        commands += [
+            ("HDEL", taken_key, *known[at : at + FIELDS_AT_ONCE])
+            for at in range(0, len(known), FIELDS_AT_ONCE)
+        ]
         self._log.change(commands)
         abandoned = self._abandoned([member.decode() for member in members])
         self._cursor = int(cursor)

@@ -15,7 +15,7 @@ from controllers.cluster_stats import ClusterStats
 from controllers.cluster_watch import ClusterWatch
 from controllers.errors import SessionNotFound, SessionTakenOver, StaleEpoch
 from controllers.ownership import OwnershipLedger
-from controllers.records import LedgerEntry
+from controllers.records import LedgerEntry, SessionRecord
 from controllers.session_keys import named, tenant_in
 from controllers.store import SessionStore
 
@@ -60,6 +60,15 @@ class SessionClaims:
         self._stats.count("sessions_claimed")
         self._watch.claimed(entry)
         return self._ledger.add(entry)
+
+    def load(self, session_id: str, epoch: int) -> SessionRecord:
+        """A session of this cluster with its history. Raises SessionNotFound, and StaleEpoch if the log has another
+        epoch than the ledger: the session then leaves the ledger, and its next turn claims it."""
+        with self.changing(session_id), self._stats.timed("load"):
+            record = self._store.load(session_id)
+            if record.epoch != epoch:
+                raise StaleEpoch(f"the log has {named(session_id)} at epoch {record.epoch}, not {epoch}")
+            return record
 
     @contextmanager
     def changing(self, session_id: str) -> Iterator[None]:

@@ -172,9 +172,10 @@ class Scheduler:
         budget = self._settings.max_batch_tokens
         items: list[BatchItem] = []
         short = False
-        # Decodes first: a long prompt must not delay other requests' next tokens. Nor may drafts: one token of the
-        # budget is kept for each decode still to come.
+        # Decodes first: a long prompt must not delay other requests' next tokens. Nor may drafts: of the budget a token
+        # is kept for each decode still to come, and a chunk for prompts.
         requests, num_decodes = self._decodes_first()
+        prompts = self._settings.chunk_size if self._has_prompts(num_decodes) else 0
         retractions = self._counters.retractions
         for place, request in enumerate(requests, 1):
             kv = request.kv
@@ -192,7 +193,7 @@ class Scheduler:
                 short = short or room is Room.WAIT
                 if room is not Room.READY:
                     continue
-            item = self._maker.make(request, count, budget - max(num_decodes - place, 0))
+            item = self._maker.make(request, count, budget - max(num_decodes - place, 0) - prompts)
             items.append(item)
             budget -= item.num_tokens
         if self._counters.retractions > retractions:
@@ -354,6 +355,11 @@ class Scheduler:
         """The request that launched the item, if that run is not over. Another request may have its id by now."""
         request = self._live.get(item.request_id)
         return request if request is not None and request.run == item.run else None
+
+    def _has_prompts(self, num_decodes: int) -> bool:
+        """Whether prompts are computed beside these decodes, or wait for nothing but the step's budget or pages."""
+        num_running = len(self._running)
+        return num_decodes < num_running or (bool(self._waiting) and num_running < self._settings.max_running)
 
     def _decodes_first(self) -> tuple[list[LiveRequest], int]:
         """The running requests, those that decode first, and how many do."""

@@ -52,7 +52,10 @@ def log_with_serve(args: LogsArgs) -> None:
         serve_logger.addFilter(CallFactsFilter())
     for name in OURS:
         logger = logging.getLogger(name)
-        logger.setLevel(args.level)
+        # The audit log and the access log have settings of their own.
+        logger.setLevel(
+            min(logging.getLevelName(args.level), logging.INFO) if name == "kedge" else args.level
+        )
         if not any(isinstance(each, IntoServeLog) for each in logger.handlers):
             logger.addHandler(IntoServeLog(serve_logger))
             logger.propagate = False

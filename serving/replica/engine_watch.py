@@ -39,9 +39,9 @@ class EngineWatch:
         )
 
     async def look(self) -> None:
-        if self._fault is not None or self.fault is None:
+        if self._fault is not None or (fault := self.fault) is None:
             return
-        self._fault = self.fault
-        logger.error("%s; this replica serves nothing any more", self._fault)
+        self._fault = fault
+        logger.error("%s; this replica serves nothing any more", fault)
         self._engine.abandon()
-        await self._host.farewell(self._fault)
+        await self._host.farewell(fault)

@@ -75,12 +75,13 @@ class KVWatch:
 
     async def audit(self) -> AuditReport:
         """Audits all pages. Raises EngineError, and TimeoutError if the engine does not answer."""
-        report = None
         try:
             async with asyncio.timeout(ENGINE_TIMEOUT_S):
                 report = await asyncio.wrap_future(self._engine.audit())
-        finally:
-            self._metrics.audited(report, self._unix_clock())
+        except (EngineError, TimeoutError):  # but not one whose caller has left
+            self._metrics.audited(None, self._unix_clock())
+            raise
+        self._metrics.audited(report, self._unix_clock())
         if not report.clean:
             logger.error("the books do not balance: %s", report)
         return report

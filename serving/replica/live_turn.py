@@ -35,6 +35,10 @@ class Asker:
     left: asyncio.Future[bool]
     trace: ReplicaTrace
 
+    def has_left(self) -> None:
+        if not self.left.done():
+            self.left.set_result(True)
+
 
 @dataclass(slots=True, eq=False)
 class LiveTurn:

@@ -25,7 +25,8 @@ class Overlaps:
         try:
             yield left
         except asyncio.CancelledError:
-            left.set_result(True)
+            if not left.done():
+                left.set_result(True)
             raise
         finally:
             if not left.done():

@@ -44,6 +44,8 @@ IN_USE_S = 1.0
 KV_WAIT_S = 0.05
 """How long a heartbeat waits for the engine. The engine answers only between two steps."""
 
+ENDS_AT_ONCE = 64  # idle sessions: each waits for a step of the engine and for the controller
+
 KV_LOOKS_PER_S = 10_000
 """Heartbeats report the size of each session's KV. For that they have the engine look at this many sessions per second
 on average."""
@@ -231,11 +233,14 @@ class SessionHost:
 
     async def expire_idle(self) -> None:
         """Ends sessions that are past their idle timeout or to be closed, but never one with a turn in flight."""
-        for session_id in self._sessions.expired():
-            # It may have been used while another was ended.
-            if self._sessions.is_expired(session_id):
-                logger.info("session %s: idle timeout", session_id)
-                await self._end_quietly(session_id)
+        expired = self._sessions.expired()
+        for at in range(0, len(expired), ENDS_AT_ONCE):
+            await asyncio.gather(*map(self._end_if_idle, expired[at : at + ENDS_AT_ONCE]))
+
+    async def _end_if_idle(self, session_id: str) -> None:
+        if self._sessions.is_expired(session_id):  # it may have been used while others ended
+            logger.info("session %s: idle timeout", session_id)
+            await self._end_quietly(session_id)
 
     async def heartbeat(self) -> None:
         """Reports the load and what is new of the sessions. Drops sessions that are closed or owned elsewhere.

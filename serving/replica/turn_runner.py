@@ -136,7 +136,9 @@ class TurnRunner:
         finally:
             if not begun.settled:
                 begun.settled = True
-                await self._tasks.outcome(self._leave(begun))
+                leaving = self._leave(begun)
+                asker.has_left()  # the session's next turn, if it is here already, waits for the task
+                await self._tasks.outcome(leaving)
 
     def abort(self, request_id: str | None, tenant: str) -> int:
         """Aborts the tenant's requests with this id (None: all of them), and returns how many. They end with reason

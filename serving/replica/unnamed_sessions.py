@@ -104,6 +104,7 @@ class UnnamedSessions:
         for session_id in self._sessions.expired():
             if self._sessions.is_expired(session_id):
                 self._end(session_id)
+        self._sessions.take_changed()  # nobody reports them, and they must not pile up
 
     def forget_all(self) -> None:
         """Ends all conversations except those in a turn."""

@@ -60,7 +60,9 @@ def chat(
 
         def start(session_id: str | None) -> Conversation:
             session_id = session_id or f"chat-{uuid.uuid4().hex[:12]}"
-            console.print(f"session {session_id}, model {model_id}; /help lists commands", style="dim")
+            console.print(
+                f"session {session_id}, model {model_id}; /help lists commands", style="dim", markup=False
+            )
             return Conversation(client, session_id, model_id, system, sampling)
 
         if not _talk(console, start, run_turn, session):
@@ -97,7 +99,7 @@ def _leave(console: Console, conversation: Conversation, ours: bool) -> None:
     if ours:
         conversation.close()
     else:
-        console.print(f"session {conversation.session_id} stays open", style="dim")
+        console.print(f"session {conversation.session_id} stays open", style="dim", markup=False)
 
 
 def _lines(console: Console) -> Iterator[str]:

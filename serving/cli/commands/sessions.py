@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
+from rich.text import Text
 
 from serving.cli.client.server import server_at
 from serving.cli.client.sessions import (
@@ -204,8 +205,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for name in others:
         table.add_column(name, overflow="fold")
     for row in sorted(rows, key=lambda row: float(row["idle_s"])):
-        cells = [
-            str(row["session_id"]),
+        cells: list[Text | str] = [
+            Text(str(row["session_id"])),  # clients choose ids, and brackets are no markup
             str(row["replica_id"] or "-"),
             str(row["epoch"]),
             f"{row['tokens']:,}",
@@ -213,7 +214,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
             str(row["turns"]),
             "in turn" if row["in_turn"] else duration(float(row["idle_s"])),
         ]
-        table.add_row(*cells, *(str(row.get(name) or "") for name in others))
+        table.add_row(*cells, *(Text(str(row.get(name) or "")) for name in others))
     return table
 
 

@@ -32,7 +32,10 @@ export class Api {
     const headers = new Headers();
     if (this.key) headers.set("authorization", `Bearer ${this.key}`);
     if (tenant) headers.set("x-tenant-id", tenant);
-    if (session) headers.set("x-session-id", session);
+    if (session) {
+      headers.set("x-session-id", session);
+      headers.set("x-session-mode", "append");
+    }
     if (body !== undefined) headers.set("content-type", "application/json");
     const reply = await fetch(url, {
       method,

@@ -172,7 +172,7 @@ def test_eviction_is_least_recently_used_first() -> None:
     for name in ("older", "old", "new"):
         paged.insert(tokens_from(first_of[name], 8))
     node, _ = paged.lock(tokens_from(first_of["old"], 8))
-    paged.tree.unlock(node)  # unlocking makes it the most recently used
+    paged.tree.unlock(node)
     evicted = []
     for _ in names:
         before = {name for name in names if paged.match_len(tokens_from(first_of[name], 8))}
@@ -180,6 +180,20 @@ def test_eviction_is_least_recently_used_first() -> None:
         after = {name for name in names if paged.match_len(tokens_from(first_of[name], 8))}
         evicted += list(before - after)
     assert evicted == ["older", "new", "old"]
+
+
+def test_letting_go_of_a_prefix_is_not_a_use() -> None:
+    """A session that was closed, or saved to the host, made its own prompt the most recently used one."""
+    paged = PagedTree(4)
+    closed, popular = tokens_from(0, 8), tokens_from(100, 8)
+    paged.insert(closed)
+    paged.insert(popular)
+    held, _ = paged.lock(closed)
+    hit, _ = paged.lock(popular)
+    paged.tree.unlock(hit)
+    paged.tree.unlock(held)
+    paged.evict(1)
+    assert (paged.match_len(closed), paged.match_len(popular)) == (0, 8)
 
 
 def test_eviction_takes_leaves_before_their_parents() -> None:

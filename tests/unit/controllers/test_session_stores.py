@@ -326,3 +326,13 @@ def test_an_answer_that_a_turn_without_a_note_cuts_ends_there(store: SessionStor
     append_turn(store, turn_of(0, 0, [1, 2, 3, 4], note=b"said"))
     append_turn(store, turn_of(1, 3, [9, 9]))
     assert [(note.turn_index, note.asked_len, note.end_len) for note in store.notes("s")] == [(0, 2, 3)]
+
+
+def test_it_still_ends_there_when_forks_share_the_history(store: SessionStore) -> None:
+    """Where the replacing turn began is not known in Redis once the history has become a segment."""
+    store.open(SESSION)
+    append_turn(store, turn_of(0, 0, [1, 2, 3, 4], note=b"said"))
+    append_turn(store, turn_of(1, 3, [5, 6]))
+    store.fork("s", 5, replace(SESSION, session_id="child"))
+    for session_id in ("s", "child"):
+        assert [(note.asked_len, note.end_len) for note in store.notes(session_id)] == [(2, 3)]

@@ -269,7 +269,7 @@ def test_a_claim_whose_answer_was_lost_is_found_again(upgrade: Upgrade) -> None:
 
 
 def test_a_failover_of_redis_that_lost_changes_is_recovered_from(upgrade: Upgrade) -> None:
-    """The log is then behind the ledger. Nobody could commit to the session any more."""
+    """The log is then behind the ledger. Nobody could commit to the session any more. Now its next turn claims it."""
     open_session(upgrade.old)
     upgrade.old.turn("s", [1])
     prefix = f"kedge:{{{upgrade.log_name}}}:session:s"
@@ -281,11 +281,36 @@ def test_a_failover_of_redis_that_lost_changes_is_recovered_from(upgrade: Upgrad
         assert upgrade.old.begin("s")[0].epoch == 2
         upgrade.old.beat()
         client.set(prefix, kept)
-    with pytest.raises(StaleEpoch):
-        upgrade.old.turn("s", [3])
-    record = upgrade.old.turn("s", [4])
+    record = upgrade.old.turn("s", [3])
     assert (record.epoch, record.turn_index) == (1, 1)
-    assert unpack_tokens(upgrade.old.store.load("s").history).tolist() == [1, 4]
+    assert unpack_tokens(upgrade.old.store.load("s").history).tolist() == [1, 3]
+
+
+def test_a_session_is_not_held_at_another_epoch_than_the_logs(upgrade: Upgrade) -> None:
+    """Its owner asked for it again and again, since it never got the epoch that the ledger has."""
+    open_session(upgrade.old)
+    upgrade.old.turn("s", [1])
+    with upgrade.server.client() as client:
+        key = f"kedge:{{{upgrade.log_name}}}:session:s"
+        kept = client.get(key)
+        upgrade.old.cluster.report_unreachable(upgrade.old.cluster.session("s").replica_id, True)
+        owner = upgrade.old.cluster.resolve("s", False, "")
+        assert owner.epoch == 2
+        client.set(key, kept)
+    with pytest.raises(StaleEpoch):
+        upgrade.old.cluster.load_session("s", 2, owner.replica_id)
+    owner, held = upgrade.old.begin("s")
+    assert (owner.epoch, held.epoch) == (2, 2)
+    commit_turn(upgrade.old.cluster, next_turn(owner, held, [2]))
+
+
+def test_what_others_took_is_read_however_much_it_is(upgrade: Upgrade) -> None:
+    """A script of Redis cannot pass on 8,000 words at once. From then on idle sessions ended no more."""
+    key = f"kedge:{{{upgrade.log_name}}}:taken:old"
+    with upgrade.server.client() as client:
+        client.hset(key, mapping={f"s{index}": 2 for index in range(9_000)})
+        assert len(upgrade.old.store.changes().taken) == 9_000
+        assert client.hlen(key) == 0
 
 
 def test_each_cluster_has_its_own_deployment(upgrade: Upgrade) -> None:

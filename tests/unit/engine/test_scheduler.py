@@ -97,6 +97,16 @@ class Babbler(Listener):
         return Proposal((guess,) * min(7, limit)) if self.speaks else NOTHING
 
 
+class Oracle(Listener):
+    """Proposes four drafts at every chance, all of them right."""
+
+    driver: Driver
+
+    def propose(self, request: LiveRequest, limit: int) -> Proposal:
+        known = list(request.tokens.slice(0, len(request.tokens)))
+        return Proposal(tuple(self.driver.oracle(known, min(limit, 4))))
+
+
 @pytest.mark.parametrize("budget", [8, 9, 16])
 def test_drafts_never_take_the_token_of_a_decode(budget: int) -> None:
     """Eight requests decode, and a step has room for little more. Each request gets its token in each step."""
@@ -117,6 +127,27 @@ def test_drafts_never_take_the_token_of_a_decode(budget: int) -> None:
     driver.run()
     for spec in specs:
         assert driver.outcomes[spec.request_id].token_ids == driver.oracle(spec.new_tokens, 40)
+
+
+def test_drafts_leave_room_for_prompts() -> None:
+    """Streams whose drafts were all right took the whole step, and a new request waited for their end."""
+    oracle = Oracle()
+    driver = Driver(num_pages=400, page_size=4, max_batch_tokens=24, chunk_size=8, guesser=oracle)
+    oracle.driver = driver
+    streams = [request(f"r{n}", [n + 1, n + 2, n + 3], 200) for n in range(5)]
+    for spec in streams:
+        driver.add(spec)
+    driver.step_until(lambda: all(outcome.token_ids for outcome in driver.outcomes.values()))
+    driver.add(request("new", range(1, 40), 4))
+    steps = 0
+    while not driver.outcomes["new"].token_ids:
+        driver.step()
+        steps += 1
+    assert steps <= 6, "as without drafts"
+    assert not driver.outcomes["r0"].finish
+    driver.run()
+    for spec in streams:
+        assert driver.outcomes[spec.request_id].token_ids == driver.oracle(spec.new_tokens, 200)
 
 
 def test_no_more_than_max_running_run() -> None:

@@ -84,12 +84,18 @@ class LocalController:
         self.lost_replies: dict[str, list[Exception]] = {}
         self.gate = asyncio.Event()
         self.gate.set()
+        self.waiting = 0
+        """Calls that are not answered yet because the gate is closed."""
 
     def __getattr__(self, name: str) -> Any:
         method = self._method(name)
 
         async def call(*args: Any) -> Any:
-            await self.gate.wait()
+            self.waiting += 1
+            try:
+                await self.gate.wait()
+            finally:
+                self.waiting -= 1
             if failures := self.failures.get(name):
                 raise failures.pop(0)
             result = method(*args)
@@ -256,6 +262,12 @@ class Rig:
         """Waits until at least `count` turns are at the engine."""
         async with asyncio.timeout(WAIT_S):
             while self.turns.num_live < count:
+                await asyncio.sleep(0.001)
+
+    async def asked_controller(self, count: int) -> None:
+        """Waits until exactly `count` calls wait at the controller's closed gate."""
+        async with asyncio.timeout(WAIT_S):
+            while self.controller.waiting != count:
                 await asyncio.sleep(0.001)
 
     async def pending_commits(self, count: int) -> None:

@@ -55,6 +55,15 @@ def test_table_names_owner_tokens_bytes_and_idle_time():
     assert "tenant" not in result.output
 
 
+def test_ids_are_no_markup():
+    """Clients choose ids. One of them could end an operator's list in a traceback, or hide in it."""
+    ledger = [LEDGER[0] | {"session_id": each, "tenant": "[/t]"} for each in ("[/a]", "[red]x")]
+    with running(Stub(ledger=ledger)) as stub:
+        result = sessions(stub)
+    assert result.exit_code == 0, result.output
+    assert all(each in result.output for each in ("[/a]", "[red]x", "[/t]"))
+
+
 def test_all_pages_are_listed():
     ledger = [LEDGER[0] | {"session_id": f"s{number}"} for number in range(5)]
     with running(Stub(ledger=ledger)) as stub:

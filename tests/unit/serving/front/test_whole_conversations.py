@@ -301,3 +301,14 @@ async def test_a_conversation_that_outlives_its_checkpoints_leaves_none(
         assert len(unnamed._by_digest) == 2
         unnamed.forget_all()
         assert not unnamed._by_digest
+
+
+async def test_conversations_that_have_ended_leave_nothing_behind(tmp_path: Path) -> None:
+    """A replica noted the id of each unnamed conversation for a report that nobody makes, and kept it for good."""
+    async with local_client(tmp_path) as (client, service):
+        for index in range(3):
+            await ask(client, [user(f"{index}")])
+        unnamed = service.rig.unnamed
+        unnamed.forget_all()
+        await unnamed.expire_idle()
+        assert unnamed._sessions.take_changed() == set()

@@ -19,6 +19,7 @@ from ray.serve.schema import LoggingConfig
 from serving.front.api.keys import KeyRing
 from serving.front.http import create_http_app
 from serving.front.recorder import Recorder
+from serving.logs.audit_log import audit_event
 from serving.logs.call_facts import CALL_FACTS, CallFacts, CallFactsFilter
 from serving.logs.serve_log import OURS, SERVE_LOGGER, deployment_options, log_with_serve, logging_options
 from serving.settings.record_args import LogsArgs
@@ -257,6 +258,24 @@ def test_records_at_a_replica_say_which_turn_they_are_of(log: ServeLog) -> None:
     }
     logging.getLogger("engine.anything").info("of no call")
     assert not {"request_id", "session_id"} & log.one("engine").keys()
+
+
+def test_nobody_writes_a_line_of_the_audit_log_by_a_path(caplog: pytest.LogCaptureFixture) -> None:
+    """A path is decoded before it is logged, and needs no key."""
+    with caplog.at_level(logging.INFO, "kedge.audit"):
+        audit_event("key_refused", path="/x\nINFO -- replica_drained replica_id=r7\x1b[31m", client="::1")
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert said.isprintable()
+    assert said.startswith('key_refused path="/x\\nINFO')
+    assert said.endswith(" client=::1")
+
+
+def test_the_audit_log_does_not_depend_on_the_level(log: ServeLog) -> None:
+    log_with_serve(LogsArgs(level="ERROR", format="json"))
+    audit_event("replica_drained", replica_id="r1")
+    logging.getLogger("serving.front").info("left out")
+    assert [record["event"] for record in log.records()] == ["replica_drained"]
 
 
 def test_what_a_record_says_itself_counts() -> None:

@@ -45,6 +45,18 @@ async def test_the_next_turn_waits_for_the_end_of_one_whose_client_leaves(rig: R
     await rig.settled()
 
 
+async def test_it_waits_also_for_a_long_step(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The turn before ends with the engine's step. The next one used to be told of it only then: too late."""
+    monkeypatch.setattr(turn_runner, "OVERLAP_PATIENCE_S", 0.1)
+    former, following = await in_flight(rig)
+    former.cancel()
+    await asyncio.wait([following], timeout=0.3)
+    assert not following.done()
+    rig.runner.go_on()
+    assert tokens_of(await following) == null_generate([4], 8, VOCAB_SIZE)
+    await rig.settled()
+
+
 async def test_a_turn_beside_one_that_is_read_is_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turn_runner, "OVERLAP_PATIENCE_S", 0.1)
     former, following = await in_flight(rig)

@@ -31,6 +31,7 @@ from engine.api import (
     InvalidRequest,
     StepFailed,
 )
+from serving.replica import session_host
 from serving.replica.replica import execution_line, replica_figures
 from serving.wire.calls import KeepNote
 from serving.wire.transcripts import transcript_of
@@ -282,7 +283,26 @@ async def test_idle_sessions_end_but_never_during_a_turn(tmp_path: Path) -> None
         await rig.books_are_empty()
 
 
-async def test_a_session_that_is_used_while_others_end_goes_on(tmp_path: Path) -> None:
+async def test_idle_sessions_end_together(tmp_path: Path) -> None:
+    """Each waits for the controller and for a step of the engine. One after the other they ended slower than clients
+    may open them."""
+    async with running_rig(tmp_path, idle_timeout_s=AT_ONCE_S) as rig:
+        names = [f"s{index}" for index in range(5)]
+        for name in names:
+            await rig.run(call([1], name), rig.open_session(name))
+        rig.controller.gate.clear()
+        ending = asyncio.create_task(rig.host.expire_idle())
+        await rig.asked_controller(len(names))
+        rig.controller.gate.set()
+        await ending
+        assert rig.controller.cluster.sessions() == []
+        await rig.books_are_empty()
+
+
+async def test_a_session_that_is_used_while_others_end_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_host, "ENDS_AT_ONCE", 1)
     async with running_rig(tmp_path, idle_timeout_s=AT_ONCE_S) as rig:
         epochs = {name: rig.open_session(name) for name in ("idle", "used")}
         for name, epoch in epochs.items():
