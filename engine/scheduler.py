@@ -173,9 +173,9 @@ class Scheduler:
         items: list[BatchItem] = []
         short = False
         # Decodes first: a long prompt must not delay other requests' next tokens. Nor may drafts: of the budget a token
-        # is kept for each decode still to come, and a chunk for prompts.
+        # is kept for each decode still to come, and for prompts a chunk, or half of the step.
         requests, num_decodes = self._decodes_first()
-        prompts = self._settings.chunk_size if self._has_prompts(num_decodes) else 0
+        prompts = min(self._settings.chunk_size, budget // 2) if self._has_prompts(num_decodes) else 0
         retractions = self._counters.retractions
         for place, request in enumerate(requests, 1):
             kv = request.kv
