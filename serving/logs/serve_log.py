@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from serving.logs.access_log import access_logger
+from serving.logs.audit_log import audit_logger
 from serving.logs.call_facts import CallFactsFilter
 from serving.settings.record_args import LogsArgs
 
@@ -52,10 +54,9 @@ def log_with_serve(args: LogsArgs) -> None:
         serve_logger.addFilter(CallFactsFilter())
     for name in OURS:
         logger = logging.getLogger(name)
-        # The audit log and the access log have settings of their own.
-        logger.setLevel(
-            min(logging.getLevelName(args.level), logging.INFO) if name == "kedge" else args.level
-        )
+        logger.setLevel(args.level)
         if not any(isinstance(each, IntoServeLog) for each in logger.handlers):
             logger.addHandler(IntoServeLog(serve_logger))
             logger.propagate = False
+    for logger in (audit_logger, access_logger):  # `level` does not turn these off
+        logger.setLevel(logging.INFO)
