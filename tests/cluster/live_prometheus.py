@@ -96,6 +96,14 @@ class Prometheus:
         """Whether the result has a number. A quantile of no observations is NaN."""
         return any(not math.isnan(float(each["value"][1])) for each in self.query(expression, at_s))
 
+    def targets(self) -> list[str]:
+        """Each target's address, health, time of the last scrape in seconds, and last error, for error messages."""
+        found = self.client.get("/api/v1/targets", params={"state": "active"}).json()["data"]
+        return [
+            f"{each['scrapeUrl']} {each['health']} {each['lastScrapeDuration']:.2f} s {each['lastError']}"
+            for each in found["activeTargets"]
+        ]
+
     def _scrapes(self) -> bool:
         try:
             ready = self.client.get("/-/ready").status_code == 200

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from live_prometheus import SCRAPE_S, Prometheus
+from live_prometheus import Prometheus
 
 INTERVAL = re.compile(r"scrape_interval: \d+s")
+SCRAPE_S = 4
+"""A scrape may not take longer than its interval. Ray's agent needs more than a second for its page in a cluster where
+many processes have run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ def test_a_quiet_hour_fires_nothing_but_what_it_should(
     with clients(cluster, 3, session_of_two_turns, 0.05) as told, clients(cluster, 3, short_stream, 0.05):
         before = set(cluster.replicas())
         cluster.deploy(fewer_pages)
-        eventually(lambda: len(cluster.replicas()) == 2 and not before & set(cluster.replicas()), 90.0)
+        eventually(lambda: len(cluster.replicas()) == 2 and not before & set(cluster.replicas()), 180.0)
         prometheus.reach(False)
         threading.Event().wait(GAP_S)
         prometheus.reach()

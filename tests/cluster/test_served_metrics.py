@@ -132,9 +132,9 @@ def fill(cluster: ServedCluster, prometheus: RayPrometheus, expected: list[Board
 
     with clients(cluster, 3, chats) as told:
         try:
-            eventually(filled, 60.0, 0.5)
+            eventually(filled, 90.0, 0.5)
         except AssertionError:
-            raise AssertionError([each.panel for each in missing]) from None
+            raise AssertionError([each.panel for each in missing], prometheus.targets()) from None
     assert set(told) == {200}
 
 

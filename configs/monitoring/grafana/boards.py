@@ -60,7 +60,9 @@ OVERVIEW = Board(
                     PLAIN,
                     (
                         Query(
-                            'count by (alertname) (ALERTS{alertstate="firing"})', "{{alertname}}", NO_ERRORS
+                            'count by (alertname) (ALERTS{alertstate="firing", cluster=~"$cluster"})',
+                            "{{alertname}}",
+                            NO_ERRORS,
                         ),
                     ),
                     "stat",
@@ -191,13 +193,18 @@ MEMORY = Board(
                 ),
                 Panel(
                     "Disk",
-                    "Disk space that the KV of idle sessions uses, its budget, and failed operations per second.",
+                    "Disk space that the KV of idle sessions uses, and its budget.",
                     BYTES,
                     (
                         Query("sum by (cluster, model) (kedge_disk_kv_bytes{@r})", "used"),
                         Query("sum by (cluster, model) (kedge_disk_kv_budget_bytes{@r})", "budget"),
-                        Query(rate("kedge_disk_failures_total"), "failures a second"),
                     ),
+                ),
+                Panel(
+                    "Failures of the disk",
+                    "Writes and reads per second of the KV of idle sessions that failed.",
+                    "ops",
+                    (Query(rate("kedge_disk_failures_total"), "failures"),),
                 ),
                 Panel(
                     "Sessions by tier",
