@@ -165,7 +165,7 @@ class TokenConstraint(Protocol):
     `accept`.
 
     It decides about text alone. The engine handles the model's end-of-sequence tokens and allows them where the output
-    `may_end`. Any exception it raises ends its request; ConstraintFailed says why.
+    `may_end`. Any exception that it raises ends its request; ConstraintFailed says why. Only `holds` may not raise.
 
     It may constrain only parts of an output. Where they begin and end follows from the tokens so far, however they were
     picked. The token that begins such a part is not constrained.

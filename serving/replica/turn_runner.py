@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from http import HTTPStatus
 from typing import Any
 
 from controllers.errors import (
@@ -39,12 +38,13 @@ from serving.replica.replay import decode_result, encode_result
 from serving.replica.session_host import SessionHost
 from serving.replica.tenant_load import TenantLoad
 from serving.replica.turn_commits import TurnCommits
+from serving.replica.turn_outcome import outcome_of
 from serving.replica.turn_request import RequestBuilder
 from serving.replica.unnamed_sessions import UnnamedSessions
 from serving.trace.turn_traces import UNTRACED, ReplicaTraces
 from serving.watch.metrics import ReplicaMetrics
 from serving.wire.calls import KeepNote
-from serving.wire.errors import REPLICA_LOST, error_event, error_info, unavailable
+from serving.wire.errors import REPLICA_LOST, error_event, unavailable
 from serving.wire.transcripts import encode_said
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import ResumedTurn, SaidTurn, ServiceError, SessionTurn, TurnCall, TurnEvent
@@ -116,7 +116,7 @@ class TurnRunner:
         try:
             begun = await self._begin(call, epoch, asker)
         except (EngineError, ControllerError, ServiceError) as error:
-            self._metrics.turn_ended(_outcome_of(error))
+            self._metrics.turn_ended(outcome_of(error))
             return error_event(error)
         if isinstance(begun, Replay):
             self._metrics.turn_ended("replayed")
@@ -315,8 +315,14 @@ class TurnRunner:
         return live
 
     def _take(self, live: LiveTurn, delta: TokenDelta) -> None:
+        """If the delta cannot be taken, the turn fails, and the engine stops generating. Raises what went wrong."""
         is_first = not live.output_tokens
-        self._event_maker.take(live, delta)
+        try:
+            self._event_maker.take(live, delta)
+        except Exception:
+            with suppress(EngineStopped):
+                self._engine.abort(live.request_id)
+            raise
         if is_first and live.output_tokens:
             self._load.computed(live.request_id)
             live.trace.computed_first()
@@ -376,7 +382,7 @@ class TurnRunner:
             if live.finish.reason is FinishReason.ERROR:
                 self._roll_back(live)
                 failure = live.finish.error or EngineError(live.finish.message or "the request failed")
-                self._metrics.turn_ended(_outcome_of(failure))
+                self._metrics.turn_ended(outcome_of(failure))
                 return error_event(failure)
             if live.finish.reason is FinishReason.ABORT:
                 self._roll_back(live)
@@ -394,7 +400,7 @@ class TurnRunner:
             try:
                 record = self._record(live, turn, merge_events([*live.events, final]))
             except ControllerError as error:
-                self._metrics.turn_ended(_outcome_of(error))
+                self._metrics.turn_ended(outcome_of(error))
                 await self._take_back(turn)
                 return error_event(error)
             try:
@@ -479,19 +485,3 @@ def _is_same(turn: Turn, resumed: ResumedTurn) -> bool:
     # None: a front end of an earlier version does not send the key.
     same_session = resumed.open_key in (None, turn.open_key)
     return same_session and resumed.turn_index == turn.turn_index
-
-
-def _outcome_of(failure: BaseException) -> str:
-    """The outcome as metrics count it, by the status that the client gets: the client's fault ("refused"), overload,
-    unavailability, or a fault of the server ("error")."""
-    if isinstance(failure, SessionMoved):
-        return "moved"
-    if isinstance(failure, StaleEpoch):
-        return "stale"
-    match error_info(failure).status:
-        case HTTPStatus.TOO_MANY_REQUESTS:
-            return "overloaded"
-        case HTTPStatus.SERVICE_UNAVAILABLE:
-            return "unavailable"
-        case status:
-            return "refused" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "error"

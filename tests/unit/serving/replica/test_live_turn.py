@@ -18,6 +18,7 @@ from serving.front.http import create_http_app
 from serving.replica.live_turn import EventMaker, LiveTurn
 from serving.replica.mailbox import Mailbox
 from serving.replica.replay import MOST_LOGPROBS, decode_result, encode_result
+from serving.text.text import OutputText
 from serving.watch.metrics import ReplicaMetrics
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import ResumedTurn, TextLogprob, TurnEvent, TurnFinish
@@ -83,6 +84,27 @@ def test_a_turn_whose_output_cannot_be_told_ends_in_an_error() -> None:
         rig.event_maker.take(rig.live, delta(0))
     assert rig.live.finish is not None
     assert rig.live.finish.reason is FinishReason.ERROR
+
+
+async def test_the_engine_stops_a_turn_whose_output_cannot_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It used to generate to the end, and the session's next turn was refused with 409 turn_in_flight."""
+
+    def push(*_: object) -> str:
+        raise RuntimeError("no text")
+
+    async with running_rig(tmp_path) as rig:
+        epoch = rig.open_session("s")
+        rig.runner.step_s = 0.05
+        with monkeypatch.context() as broken:
+            broken.setattr(OutputText, "push", push)
+            (*_, failed) = await rig.run(call([1, 2, 3], "s", max_new_tokens=400), epoch)
+        assert failed.error is not None
+        assert "no text" in failed.error.message
+        assert tokens_of(await rig.run(call([4], "s"), epoch)) == null_generate([4], 8, VOCAB_SIZE)
+        await rig.settled()
+        assert (await rig.pages()).in_flight == 0
 
 
 async def test_a_delta_that_cannot_be_taken_keeps_no_other_from_being_taken() -> None:
