@@ -21,6 +21,7 @@ from controllers.errors import (
     SessionExists,
     SessionNotFound,
     SessionTakenOver,
+    StaleEpoch,
     StoreError,
 )
 from controllers.histogram import Measure
@@ -243,7 +244,9 @@ class Cluster:
         key = session_key(tenant, session_id)
         try:
             return self._resolve(key, create, tenant, preferred)
-        except SessionTakenOver:  # another cluster took it since its last turn here: the retry claims it back
+        except (SessionTakenOver, StaleEpoch):
+            # Another cluster took it since its last turn here, or the answer to a takeover was lost. It is not in the
+            # ledger any more, so the retry claims it.
             return self._resolve(key, create, tenant, preferred)
 
     def load_session(self, session_id: str, epoch: int, replica_id: str) -> SessionRecord:

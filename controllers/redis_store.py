@@ -302,11 +302,21 @@ class RedisSessionStore:
     def _busy(self, session_id: str) -> StoreError:
         return self._log.error(f"{named(session_id)} was changed by others at each of {MOST_TRIES} tries")
 
+    def _same_open(self, there: StoredSession, record: SessionRecord, tokens: int) -> bool:
+        """Whether an earlier call, which got no answer, has added this session."""
+        entry = there.entry
+        return (
+            record.open_key is not None
+            and (there.writer, entry.open_key) == (self._log.cluster, record.open_key)
+            and (entry.tokens, entry.turns) == (tokens, 0)
+        )
+
     def _add(
         self, made: Callable[[], tuple[SessionRecord, int, list[Command], Guards]]
     ) -> tuple[SessionRecord, LedgerEntry]:
         """Adds the session that `made` returns, at an epoch above those of all closed sessions. `made` also returns its
-        number of tokens, further commands, and guards. Raises SessionExists."""
+        number of tokens, further commands, and guards. A session that an earlier call with the same `open_key` added is
+        returned as it is. Raises SessionExists."""
         added = b""
         for _ in range(MOST_TRIES):
             record, tokens, commands, guards = made()
@@ -314,11 +324,12 @@ class RedisSessionStore:
             key, floor_key = self._key(session_id), self._log.key("epoch_floor")
             found, floor = self._log.read(("GET", key), ("GET", floor_key))
             if found is not None:
-                if found == added:  # an earlier try has added it, and its answer was lost
-                    self._log.confirm()
-                    entry = self._parsed(session_id, found).entry
-                    return replace(record, epoch=entry.epoch), entry
-                raise exists(session_id)
+                there = self._parsed(session_id, found)
+                if found != added and not self._same_open(there, record, tokens):
+                    raise exists(session_id)
+                self._log.confirm()  # an earlier try has added it, and its answer was lost
+                entry = there.entry
+                return replace(record, epoch=entry.epoch, replica_id=entry.replica_id), entry
             record = replace(record, epoch=max(record.epoch, int(floor or 0) + 1))
             entry = replace(LedgerEntry.of(record, self._clock()), tokens=tokens)
             session = StoredSession(entry, record.tools, model=record.model, writer=self._log.cluster)

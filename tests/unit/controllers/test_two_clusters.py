@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from manual_clock import ManualClock
@@ -12,8 +14,9 @@ from redis_server import RedisServer
 from store_turns import commit_turn
 from two_clusters import IDLE_S, SILENCE_S, Side, next_turn
 
-from controllers.errors import SessionExists, SessionNotFound, SessionTakenOver, StaleEpoch
+from controllers.errors import SessionExists, SessionNotFound, SessionTakenOver, StaleEpoch, StoreError
 from controllers.records import Assignment, ForkOrder, ReplicaStatus, SessionRecord, SessionStatus
+from controllers.redis_log import RedisLog
 from controllers.session_claims import ABANDONED_GRACE_S
 from controllers.tokens import unpack_tokens
 
@@ -266,6 +269,71 @@ def test_a_claim_whose_answer_was_lost_is_found_again(upgrade: Upgrade) -> None:
     upgrade.new.store.claim("s", "new-1")
     owner, _ = upgrade.new.begin("s")
     assert (owner.replica_id, owner.epoch) == ("new-1", 2)
+
+
+@contextmanager
+def answers_lost() -> Iterator[None]:
+    """Redis makes changes, and nobody hears of them."""
+    honest = RedisLog.change_each
+
+    def lost(self: RedisLog, changes: Any) -> list[bool]:
+        honest(self, changes)
+        raise StoreError("no answer")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RedisLog, "change_each", lost)
+        yield
+
+
+def test_an_open_whose_answer_was_lost_is_repeated(upgrade: Upgrade) -> None:
+    """The repeated call used to be refused with 400 session_exists."""
+
+    def opened(key: str) -> Assignment:
+        return upgrade.old.cluster.open_session("s", "", None, None, key)
+
+    with answers_lost(), pytest.raises(StoreError):
+        opened("mine")
+    with pytest.raises(SessionExists):
+        opened("another's")
+    assert (opened("mine").epoch, opened("mine").open_key) == (1, "mine")
+    upgrade.old.turn("s", [1])
+
+
+def test_a_fork_whose_answer_was_lost_is_repeated(upgrade: Upgrade) -> None:
+    open_session(upgrade.old)
+    upgrade.old.turn("s", [1, 2])
+    owner = upgrade.old.begin("s")[0]
+
+    def forked(key: str, length: int = 1) -> SessionRecord:
+        order = ForkOrder("child", key, length)
+        return upgrade.old.cluster.fork_session("s", owner.epoch, owner.replica_id, order)
+
+    with answers_lost(), pytest.raises(StoreError):
+        forked("mine")
+    for key, length in (("another's", 1), ("mine", 2)):
+        with pytest.raises(SessionExists):
+            forked(key, length)
+    assert forked("mine") == forked("mine")
+    upgrade.old.turn("child", [3])
+    assert unpack_tokens(upgrade.old.store.load("child").history).tolist() == [1, 3]
+
+
+def test_a_takeover_whose_answer_was_lost_is_found_again(upgrade: Upgrade) -> None:
+    """The next resolve places the session anew. It used to be refused with 409 stale_epoch when it chose another
+    replica."""
+    open_session(upgrade.old)
+    cluster = upgrade.old.cluster
+    lost = cluster.session("s").replica_id
+    (other,) = set(upgrade.old.replicas) - {lost}
+    cluster.report_unreachable(lost, True)
+    with answers_lost(), pytest.raises(StoreError):
+        cluster.resolve("s", False, "")
+    cluster.register_replica(ReplicaStatus("old-3", 1000, 1000))
+    cluster.register_replica(ReplicaStatus(other, 1000, 1000, sessions=100))
+    cluster.report_unreachable(other, True)
+    owner = cluster.resolve("s", False, "")
+    assert owner.replica_id == "old-3"
+    assert owner.epoch == 3
 
 
 def test_a_failover_of_redis_that_lost_changes_is_recovered_from(upgrade: Upgrade) -> None:
