@@ -23,8 +23,5 @@ class FaultKind(StrEnum):
 IN_CONTROLLER = frozenset({FaultKind.SLOW_COMMITS, FaultKind.FAIL_COMMITS})
 """Kinds that are planted in the controller. All others are planted in a replica."""
 
-OF_A_SESSION = frozenset({FaultKind.LEAK_PAGE, FaultKind.DOUBLE_COUNT, FaultKind.LOSE_SESSION})
-"""Kinds that need an idle session with KV on the device: the named session, or any."""
-
 LONGEST_S = 3600.0
 LONGEST_DELAY_S = 60.0

@@ -18,7 +18,6 @@ class Rates:
 
     generated: float
     prefill: float
-    cached: float
 
 
 class Picture:
@@ -49,7 +48,7 @@ class Picture:
         name = replica["replica"]
         before = next((each for each in self._before["replicas"] if each["replica"] == name), None)
         elapsed_s = float(self.state["at"]) - float(self._before["at"])
-        names = ("generated_tokens", "prefill_tokens", "cached_tokens")
+        names = ("generated_tokens", "prefill_tokens")
         if (
             before is None
             or elapsed_s <= 0
