@@ -215,7 +215,7 @@ class Cluster:
         order = replace(order, child_id=session_key(parent.tenant, order.child_id))
         length = parent.tokens if order.length is None else order.length
         if self._claims.still_held(order.child_id):
-            return self._repeated_fork(parent, length, order)
+            return self._at_parent(parent, length, order)
         admit_timeout(order.timeout_s, self._settings)
         self._make_room(parent.tenant, copied_tokens=length)
         record = SessionRecord(
@@ -233,7 +233,8 @@ class Cluster:
         self._replicas.assign_tokens(replica_id, self._settings.placement_tokens)
         self._stats.count("sessions_forked")
         self.watch.opened(forked, f"fork of {id_in(parent_id)}, {length} tokens")
-        return self._ledger.add(forked).record()
+        self._ledger.add(forked)
+        return self._at_parent(parent, length, order)
 
     def resolve(self, session_id: str, create: bool, tenant: str, preferred: str | None = None) -> Assignment:
         """The session's owner. A session whose owner is gone, or that another cluster owns, first moves, at the next
@@ -245,8 +246,7 @@ class Cluster:
         try:
             return self._resolve(key, create, tenant, preferred)
         except (SessionTakenOver, StaleEpoch):
-            # Another cluster took it since its last turn here, or the answer to a takeover was lost. It is not in the
-            # ledger any more, so the retry claims it.
+            # Another cluster took it, or the answer to a takeover was lost. It left the ledger: the retry claims it.
             return self._resolve(key, create, tenant, preferred)
 
     def load_session(self, session_id: str, epoch: int, replica_id: str) -> SessionRecord:
@@ -432,7 +432,7 @@ class Cluster:
         self._stats.count("drained")
         return True
 
-    def _repeated_fork(self, parent: LedgerEntry, length: int, order: ForkOrder) -> SessionRecord:
+    def _at_parent(self, parent: LedgerEntry, length: int, order: ForkOrder) -> SessionRecord:
         child = self._ledger.get(order.child_id)
         if (child.open_key, child.tokens, child.turns) != (order.fork_key, length, 0):
             raise SessionExists(f"{named(order.child_id)} is open already", "new_session_id")

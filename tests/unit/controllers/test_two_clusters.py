@@ -318,6 +318,21 @@ def test_a_fork_whose_answer_was_lost_is_repeated(upgrade: Upgrade) -> None:
     assert unpack_tokens(upgrade.old.store.load("child").history).tolist() == [1, 3]
 
 
+def test_a_repeated_fork_is_where_its_parent_is_now(upgrade: Upgrade) -> None:
+    open_session(upgrade.old)
+    upgrade.old.turn("s", [1, 2])
+    cluster = upgrade.old.cluster
+    former = upgrade.old.begin("s")[0]
+    with answers_lost(), pytest.raises(StoreError):
+        cluster.fork_session("s", former.epoch, former.replica_id, ForkOrder("child", "mine", 1))
+    cluster.report_unreachable(former.replica_id, True)
+    owner = upgrade.old.begin("s")[0]
+    assert owner.replica_id != former.replica_id
+    child = cluster.fork_session("s", owner.epoch, owner.replica_id, ForkOrder("child", "mine", 1))
+    assert (child.replica_id, child.epoch) == (owner.replica_id, 2)
+    assert cluster.resolve("child", False, "").replica_id == owner.replica_id
+
+
 def test_a_takeover_whose_answer_was_lost_is_found_again(upgrade: Upgrade) -> None:
     """The next resolve places the session anew. It used to be refused with 409 stale_epoch when it chose another
     replica."""
