@@ -33,7 +33,8 @@ class SessionStore(Protocol):
 
     def open(self, record: SessionRecord) -> SessionRecord:
         """Adds a session without history, at its epoch or, if that is higher, just above `epoch_floor`. Returns the
-        session as it was added.
+        session as it was added. A log behind a network also returns a session that an earlier call with the same
+        `open_key` added, since the answer to that call may have been lost.
 
         Raises SessionExists.
         """

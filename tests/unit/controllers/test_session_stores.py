@@ -49,7 +49,7 @@ def test_open_and_load(store: SessionStore, clock: ManualClock) -> None:
         LedgerEntry("s", "", "a", 1, 0, 0, 5.0, clock.now_s, timeout_s=30.0, capacity_tokens=99, open_key="o")
     ]
     with pytest.raises(SessionExists):
-        store.open(SESSION)
+        store.open(replace(SESSION, open_key="another open"))
 
 
 def test_unknown_sessions(store: SessionStore) -> None:
