@@ -110,10 +110,12 @@ class LLMReplica:
         build_engine: EngineFactory,
         place_of: Callable[[AppArgs], Awaitable[ReplicaPlace]],
     ) -> None:
-        place = await place_of(args)
-        self._replica_id = place.replica_id
+        self._built = False
         self._args = args
         self._tasks = BackgroundTasks()
+        place = await place_of(args)
+        self._replica_id = place.replica_id
+        self._listener = place.listener
         mailbox = Mailbox(asyncio.get_running_loop())
         settings = args.engine_settings()
         self._engine = await asyncio.to_thread(build_engine, settings, mailbox.deliver)
@@ -123,7 +125,6 @@ class LLMReplica:
         self._metrics.tell_ended(place.turn_ended)
         self._publish = place.publish_gauges
         self._controller = place.controller
-        self._listener = place.listener
         self._links = LinkServer(place.listener, self.serve, self._tasks)
         self._model = _served_model(self._text, self._engine)
         sessions = SessionController(
@@ -149,6 +150,7 @@ class LLMReplica:
         self._clock = place.clock
         self._answered_s = place.clock()
         self._created = int(place.unix_clock())
+        self._built = True
         await self._start(place.settle)
 
     def _turn_runner(
@@ -312,14 +314,15 @@ class LLMReplica:
             raise RuntimeError("drained, as an operator asked for")
 
     async def __del__(self) -> None:
-        """Stops the replica. Serve also calls this after `__init__` has raised: that error must stay the visible
-        one."""
+        """Stops the replica. Serve also calls this after `__init__` has raised, at any of its lines: that error must
+        stay the visible one."""
         engine: Engine | None = getattr(self, "_engine", None)
         if engine is None:
             return
         try:
-            await self._retire()
-            await self._host.farewell()
+            if self._built:
+                await self._retire()
+                await self._host.farewell()
         finally:
             await self._stop(engine)
 

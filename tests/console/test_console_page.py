@@ -188,6 +188,7 @@ def test_it_fits_on_a_narrow_screen(served: ServedService, console: Open, dark: 
     assert opened.overflow_px == 0
     page.get_by_label("Sort by").select_option("tokens")
     assert page.get_by_role("columnheader", name="Tokens").get_attribute("aria-sort") == "ascending"
+    assert page.locator("#columns button").evaluate_all("heads => heads.every((head) => head.tabIndex < 0)")
     page.locator("#key-button").click()
     page.locator("#key").wait_for()
     assert opened.overflow_px == 0
@@ -212,6 +213,28 @@ def test_a_key_is_asked_for_where_there_are_keys(tmp_path: Path, console: Open) 
             0,
             "",
         ]
+        opened.close()
+
+
+def test_escape_puts_the_question_for_a_key_off(tmp_path: Path, console: Open) -> None:
+    with served_service(tmp_path, keys=RING) as served:
+        opened = console(served.address)
+        page, dialog = opened.page, opened.page.locator("#key-dialog")
+        expect(dialog).to_be_visible()
+        page.clock.install()
+        calls = list[str]()
+        page.on("request", lambda request: calls.append(request.url))
+        page.keyboard.press("Escape")
+        page.clock.run_for("02:00")
+        expect(dialog).to_be_hidden()
+        expect(page.locator("#link")).to_have_text("a key is needed")
+        assert calls == []
+        page.locator("#key-button").click()
+        page.locator("#key").fill("key-o")
+        page.keyboard.press("Enter")
+        page.clock.resume()
+        page.clock.run_for("00:10")
+        expect(page.locator("#link")).to_have_text("live")
         opened.close()
 
 

@@ -45,7 +45,7 @@ class Console {
         this.linkIs("waiting", "connecting again");
       } catch (error) {
         this.linkIs("down", error.wantsKey ? "a key is needed" : "not connected");
-        if (error.wantsKey) await this.askKey(error.message);
+        if (error.wantsKey) await this.keyAsked(error.message);
       }
       if (performance.now() - began > 10000) tries = 0;
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(tries, RETRY_MS.length - 1)]));
@@ -123,21 +123,26 @@ class Console {
     say(byId("link"), text);
   }
 
-  async askKey(said) {
+  askKey(said) {
     const dialog = byId("key-dialog");
-    if (!dialog.open) {
-      say(byId("key-said"), said);
-      byId("key").value = "";
-      dialog.returnValue = "";
-      dialog.showModal();
-    }
-    await new Promise((resolve) => dialog.addEventListener("close", resolve, { once: true }));
+    if (dialog.open) return;
+    say(byId("key-said"), said);
+    byId("key").value = "";
+    dialog.returnValue = "";
+    dialog.showModal();
+  }
+
+  // Asks once, and waits until a key is given: after Escape, the key's button asks again.
+  async keyAsked(said) {
+    this.askKey(said);
+    await new Promise((resolve) => (this.goOn = resolve));
   }
 
   keyGiven() {
     if (byId("key-dialog").returnValue !== "use") return;
     this.api.key = byId("key").value.trim();
     this.watching?.abort();
+    this.goOn?.();
   }
 }
 

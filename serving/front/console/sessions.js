@@ -30,6 +30,9 @@ export class Sessions {
     this.filter.addEventListener("input", () => this.render());
     this.heads = COLUMNS.map((column) => this.head(column));
     byId("columns").append(...this.heads.map((head) => head.cell));
+    const headsUnseen = matchMedia("(max-width: 40rem)"); // as in console.css
+    headsUnseen.addEventListener("change", () => this.passOverHeads(headsUnseen.matches));
+    this.passOverHeads(headsUnseen.matches);
     const select = byId("sort");
     select.append(...COLUMNS.map((column) => el("option", { value: column.key }, column.name)));
     select.value = this.sort.key;
@@ -50,6 +53,11 @@ export class Sessions {
   choose(row) {
     this.chosen = row === null ? null : keyOf(row);
     this.render();
+  }
+
+  // On a narrow page the heads are not seen, and the Tab key does not stop there.
+  passOverHeads(unseen) {
+    for (const { cell } of this.heads) cell.firstElementChild.tabIndex = unseen ? -1 : 0;
   }
 
   head(column) {

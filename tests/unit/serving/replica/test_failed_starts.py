@@ -1,0 +1,69 @@
+"""A replica that cannot start ends cleanly, and its own error stays the visible one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.api import Engine
+from engine.build import assemble_engine
+from engine.models.errors import BadCheckpoint
+from engine.settings import CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
+from serving.replica.place import ReplicaPlace
+from serving.replica.replica import LLMReplica
+from serving.settings.config import AppArgs, parse_args
+from tests.unit.engine.null_runner import EOS_TOKEN_ID, NullRunner
+from tests.unit.serving.replica_rig import OFF, VOCAB_SIZE
+
+
+class Listener:
+    """Sockets that nobody connects to."""
+
+    closed = False
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def test_a_replica_that_cannot_load_its_tokenizer(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end raised AttributeError before it had closed anything."""
+    engines = list[Engine]()
+    listener: Any = Listener()
+
+    def build_engine(_settings: EngineSettings, sink: Callable[..., None]) -> Engine:
+        runner = NullRunner(num_pages=16, page_size=4, vocab_size=VOCAB_SIZE, max_context_len=64)
+        eos = frozenset({EOS_TOKEN_ID})
+        engine = assemble_engine(runner, CacheSettings(books="strict"), SchedulerSettings(), OFF, eos, sink)
+        engine.start()
+        engines.append(engine)
+        return engine
+
+    def load_text(_settings: ModelSettings, _engine: Engine) -> Any:
+        raise BadCheckpoint("tokenizer.json is not JSON")
+
+    async def place_of(_args: AppArgs) -> ReplicaPlace:
+        controller: Any = None
+        return ReplicaPlace(
+            "replica-a",
+            controller,
+            listener,
+            publish_gauges=lambda _stats: None,
+            load_text=load_text,
+            clock=time.monotonic,
+            unix_clock=time.time,
+            settle=lambda: None,
+        )
+
+    replica = LLMReplica.__new__(LLMReplica)
+    with pytest.raises(BadCheckpoint):
+        await replica.__init__(parse_args({"model": {"path": "a-model"}}), build_engine, place_of)  # type: ignore[misc]
+    await replica.__del__()  # type: ignore[misc]
+    monkeypatch.delattr(LLMReplica, "__del__")  # as in Serve's process, nobody collects the replica after its end
+    assert listener.closed
+    assert not engines[0].alive
+    assert not caplog.records
