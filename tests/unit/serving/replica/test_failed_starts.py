@@ -63,7 +63,9 @@ async def test_a_replica_that_cannot_load_its_tokenizer(
     with pytest.raises(BadCheckpoint):
         await replica.__init__(parse_args({"model": {"path": "a-model"}}), build_engine, place_of)  # type: ignore[misc]
     await replica.__del__()  # type: ignore[misc]
-    monkeypatch.delattr(LLMReplica, "__del__")  # as in Serve's process, nobody collects the replica after its end
+    monkeypatch.delattr(
+        LLMReplica, "__del__"
+    )  # as in Serve's process, nobody collects the replica after its end
     assert listener.closed
     assert not engines[0].alive
     assert not caplog.records
