@@ -15,7 +15,7 @@ import torch
 from cache.token_chain import KVIdentity
 from engine.attention.choose import AttentionChoice, choose_attention
 from engine.device import dtype_name, is_gpu, memory_room, peak_bytes, reset_peak, resolve_device
-from engine.kernels.choose import choose_ops
+from engine.kernels.choose import choose_ops, triton_trouble
 from engine.memory import check_host, memory_for
 from engine.models.errors import UnsupportedModel
 from engine.models.loader import LoadedModel, load_model
@@ -247,14 +247,12 @@ def open_disk(cache: CacheSettings) -> DiskStore | None:
 
 
 def choose_picker(device: torch.device) -> RowPicker:
-    """Triton's picker on a GPU that has Triton, otherwise torch's."""
-    if device.type == "cuda":
-        try:
-            from engine.kernels.sampling import pick_tokens
-        except ModuleNotFoundError:
-            return pick_by_row
-        return pick_tokens
-    return pick_by_row
+    """Triton's picker on a GPU where Triton works, otherwise torch's."""
+    if device.type != "cuda" or triton_trouble(device) is not None:
+        return pick_by_row
+    from engine.kernels.sampling import pick_tokens
+
+    return pick_tokens
 
 
 def _room_bytes(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from engine.attention.table_torch import TorchTables
 from engine.attention.tables import ItemAttention
 from engine.attention.torch_backend import TorchAttention
 from engine.cpu.library import NoKernels, find_kernels
+from engine.kernels.choose import triton_trouble
 from engine.runner.kv_pool import KVPool
 from engine.settings import AttentionName
 
@@ -91,22 +91,19 @@ def _flash(place: _Place) -> TableAttention:
     from engine.attention.flash_backend import FlashAttention, find_flash
 
     flash = find_flash()
-    try:
-        from engine.attention.kv_writer import write_rows
-    except ModuleNotFoundError:
+    if triton_trouble(place.device) is not None:
         return FlashAttention(place.pool, flash, place.sinks)
+    from engine.attention.kv_writer import write_rows
+
     return FlashAttention(place.pool, flash, place.sinks, write_rows)
 
 
 def _triton(place: _Place) -> TableAttention:
-    if place.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise AttentionUnavailable(
-            "triton", "it needs a GPU, or on a CPU Triton's interpreter (TRITON_INTERPRET=1)"
-        )
-    try:
-        from engine.attention.triton_backend import TritonAttention
-    except ModuleNotFoundError as error:
-        raise AttentionUnavailable("triton", f"{error.name} is not installed") from None
+    trouble = triton_trouble(place.device)
+    if trouble is not None:
+        raise AttentionUnavailable("triton", trouble)
+    from engine.attention.triton_backend import TritonAttention
+
     return TritonAttention(place.pool)
 
 

@@ -135,7 +135,7 @@ class Decoder:
         return x_NE if delta_NE is None else x_NE.add_(delta_NE)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        return self._ranks.join(self.head(self._norm(hidden_RE)))[:, : self._vocab_size].float()
+        return self._ranks.join(self.head(self._norm(hidden_RE)))[:, : self._vocab_size]
 
 
 class _Gated:

@@ -19,4 +19,4 @@ class CausalModel(Protocol):
         """Last hidden states [N, E]; `attend` writes the KV of these tokens on the way."""
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Scores of the next token [R, V], float32."""
+        """Scores of the next token [R, V], in the type of the activations or in float32."""

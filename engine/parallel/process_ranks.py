@@ -8,7 +8,9 @@ Legend: N tokens, E hidden size, R rows, v one rank's share of the vocabulary.
 
 from __future__ import annotations
 
+import logging
 import socket
+import threading
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -18,6 +20,11 @@ from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, TCP
 from torch.distributed import AllreduceOptions, BroadcastOptions, ProcessGroupGloo, ReduceOp
 
 from engine.parallel.protocol import Ticket
+
+_logger = logging.getLogger(__name__)
+
+ABORT_S = 5.0
+"""How long the end of collectives may take. NCCL may wait for a graph that is just replayed, or for a driver."""
 
 
 class Collectives(Protocol):
@@ -44,6 +51,7 @@ class ProcessRanks:
         self.size = size
         self._collectives = collectives
         self._device = device
+        self._aborted = threading.Lock()  # taken by the first abort
         self._sum = AllreduceOptions()
         self._least = AllreduceOptions()
         self._least.reduceOp = ReduceOp.MIN  # type: ignore[assignment]
@@ -75,9 +83,15 @@ class ProcessRanks:
         self._collectives.set_timeout(timedelta(seconds=timeout_s))
 
     def abort(self) -> None:
-        """Ends collectives that wait for a rank that will not come (gloo's end by themselves). Any thread."""
-        if self._device.type == "cuda":
-            self._collectives.abort()
+        """Ends collectives that wait for a rank that will not come (gloo's end by themselves). Any thread. The first
+        call waits for that, no longer than ABORT_S."""
+        if self._device.type != "cuda" or not self._aborted.acquire(blocking=False):
+            return
+        end = threading.Thread(target=self._collectives.abort, name="kedge-abort-ranks", daemon=True)
+        end.start()
+        end.join(ABORT_S)
+        if end.is_alive():
+            _logger.error("the collectives of rank %d have not ended within %.0f s", self.rank, ABORT_S)
 
 
 def _finish(work: Any) -> None:

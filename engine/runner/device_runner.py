@@ -197,8 +197,9 @@ class DeviceRunner:
         self._careful.clone(source, target)
 
     def close(self) -> None:
-        """Waits for running copies. Nothing may be called afterwards."""
+        """Waits for running copies, and drops the graphs. Nothing may be called afterwards."""
         self._careful.close()
+        self._graphs.close()
 
     def _shape(self, batch: ScheduledBatch) -> StepShape:
         items = len(batch.items)
@@ -264,7 +265,7 @@ class DeviceRunner:
             return None
         raw_RV = self._logits(padded)
         masks = masks_of(batch.items)
-        edited_RV = allowed_rows(raw_RV, masks) if masks else raw_RV.clone()
+        edited_RV = allowed_rows(raw_RV, masks).to(torch.float32, copy=not masks)
         row = 0
         for item in batch.items:
             spec = item.sample

@@ -26,6 +26,9 @@ class Graphs(Protocol):
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         """Replays what was captured under `key`, or calls `function`, which does the same."""
 
+    def close(self) -> None:
+        """Drops what was captured. Nothing may be running."""
+
 
 class NoGraphs:
     """Calls the functions directly: for a CPU, or to measure what graphs gain."""
@@ -36,6 +39,8 @@ class NoGraphs:
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:  # noqa: ARG002
         function()
+
+    def close(self) -> None: ...
 
 
 class CudaGraphs:
@@ -75,6 +80,10 @@ class CudaGraphs:
             function()
         else:
             graph.replay()
+
+    def close(self) -> None:
+        """Graphs hold the collectives that they contain: those cannot be ended before the graphs are gone."""
+        self._graphs.clear()
 
 
 def make_graphs(device: torch.device, *, wanted: bool) -> Graphs:

@@ -98,8 +98,9 @@ def allowed_rows(logits_RV: Tensor, masks: Mapping[int, bytes]) -> Tensor:
 
 
 def sample_row(logits_V: Tensor, params: SamplingParams, position: int, penalties: Penalties | None) -> int:
-    """The token for absolute position `position`, after the tokens that `penalties` knows. `logits_V` is float32 and
-    stays unchanged."""
+    """The token for absolute position `position`, after the tokens that `penalties` knows. `logits_V` stays
+    unchanged."""
+    logits_V = logits_V.float()
     if params.edits_logits:
         logits_V = edit_logits(logits_V, params, penalties)
     if params.greedy:

@@ -26,6 +26,7 @@ from serving.settings.strict_settings import NotEmpty, NotNegative, PositiveInt,
 from serving.text.reasoning.formats import ReasoningSetting
 from serving.text.tool_calls.formats import ToolCallsSetting
 
+HOST_MIB = 512
 SPECULATION = SpeculationSettings()
 
 _MIB = 1024 * 1024
@@ -105,8 +106,9 @@ class CacheArgs(StrictModel):
 
     With neither a GPU gives `memory_share` of its memory to weights, activations and KV together, a CPU 256 MiB to KV.
     Layers with a sliding window have a pool of their own, of `window_ratio` times as many pages. `host_mib` of host
-    memory take idle sessions' KV that the pool has no room for, `disk_mib` of files under `disk_path` what host memory
-    has no room for, encrypted if `disk_encrypted`. `books` says how the books are checked each step.
+    memory, or the `host_share` of it, take idle sessions' KV that the pool has no room for; HOST_MIB if neither is
+    given. `disk_mib` of files under `disk_path` take what host memory has no room for, encrypted if `disk_encrypted`.
+    `books` says how the books are checked each step.
     """
 
     page_size: Annotated[int, Field(ge=1, le=256)] = 16
@@ -116,11 +118,19 @@ class CacheArgs(StrictModel):
     kv_dtype: KVDType = "auto"
     prefix_cache: bool = True
     window_ratio: Annotated[float, Field(gt=0, le=1)] = 0.5
-    host_mib: NotNegative = 512
+    host_mib: NotNegative | None = None
+    host_share: Annotated[float, Field(gt=0, lt=1)] | None = None
     disk_mib: NotNegative = 0
     disk_path: Annotated[str | None, Field(min_length=1, validate_default=True)] = None
     disk_encrypted: bool = False
     books: Annotated[BooksCheck, BeforeValidator(_yaml_off)] = "balance"
+
+    @field_validator("host_share")
+    @classmethod
+    def _in_place_of_a_size(cls, host_share: float | None, info: ValidationInfo) -> float | None:
+        if host_share is not None and info.data.get("host_mib") is not None:
+            raise ValueError("give a host_share or a host_mib, not both")
+        return host_share
 
     @field_validator("disk_mib")
     @classmethod
@@ -145,12 +155,19 @@ class CacheArgs(StrictModel):
             kv_dtype=self.kv_dtype,
             prefix_cache=self.prefix_cache,
             window_ratio=self.window_ratio,
-            host_size_bytes=self.host_mib * _MIB,
+            host_size_bytes=self._host_size_bytes(),
             disk_size_bytes=self.disk_mib * _MIB,
             disk_path=None if self.disk_path is None else str(state_path(self.disk_path)),
             disk_encrypted=self.disk_encrypted,
             books=self.books,
         )
+
+    def _host_size_bytes(self) -> int:
+        if self.host_share is None:
+            return _MIB * (HOST_MIB if self.host_mib is None else self.host_mib)
+        from engine.memory import host_memory_bytes  # loads torch, which only replicas need
+
+        return int(host_memory_bytes() * self.host_share)
 
 
 class SchedulerArgs(StrictModel):

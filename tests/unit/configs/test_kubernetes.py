@@ -115,6 +115,8 @@ def test_a_replica_and_an_ingress_fit_on_each_worker(service: Json, args: AppArg
     assert scaling.min_replicas <= group["minReplicas"], "no pod is waited for at start"
     assert scaling.max_replicas <= group["maxReplicas"], "each has a pod to go to"
     memory_gib = int(container["resources"]["limits"]["memory"].removesuffix("Gi"))
+    assert args.cache.size_mib is not None
+    assert args.cache.host_mib is not None
     assert (args.cache.size_mib + args.cache.host_mib) / 1024 < memory_gib
 
 

@@ -18,6 +18,7 @@ from engine.attention.table_torch import TorchTables
 from engine.attention.tables import ItemAttention
 from engine.attention.torch_backend import TorchAttention
 from engine.cpu.library import NoKernels
+from engine.kernels import trial
 from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings, KVDType
 from tests.unit.engine.cpu.builds import every_build, kernels_of
@@ -42,10 +43,11 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("engine.attention.triton_backend")
     module.TritonAttention = AnyTriton  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(trial, "write_one", lambda _device: None)
 
 
 def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "engine.attention.triton_backend", None)
+    monkeypatch.setitem(sys.modules, "engine.kernels.trial", None)
 
 
 def with_flash(monkeypatch: pytest.MonkeyPatch, version: int | None = 3) -> None:
@@ -121,7 +123,7 @@ def test_what_is_asked_for_by_name_and_cannot_run_is_an_error(monkeypatch: pytes
     with pytest.raises(AttentionUnavailable, match="attention 'flash' cannot run: it needs a GPU"):
         choose_attention("flash", pool(), CPU)
     without_triton(monkeypatch)
-    with pytest.raises(AttentionUnavailable, match="triton_backend is not installed"):
+    with pytest.raises(AttentionUnavailable, match=r"engine\.kernels\.trial is not installed"):
         choose_attention("triton", pool(), GPU)
 
 

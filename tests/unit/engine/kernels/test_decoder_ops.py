@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernels.choose import choose_ops
+from engine.kernels import choose, trial
+from engine.kernels.choose import choose_ops, triton_trouble
 from engine.kernels.decoder_ops import TritonOps
 from engine.models.config import RopeSpec
 from engine.models.decoder import Decoder
@@ -94,9 +95,30 @@ def test_silu_mul(device: torch.device) -> None:
     torch.testing.assert_close(got_NF, expected_NF, atol=1e-6, rtol=1e-5)
 
 
-def test_a_gpu_has_kernels_and_a_cpu_has_torch() -> None:
+def test_a_gpu_has_kernels_and_a_cpu_has_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "triton_trouble", lambda _device: None)
     assert isinstance(choose_ops(torch.device("cpu")), TorchOps)
     assert isinstance(choose_ops(torch.device("cuda", 0)), TritonOps)
+
+
+def test_where_the_first_kernel_runs_triton_is_used(device: torch.device) -> None:
+    assert triton_trouble(device) is None
+
+
+@pytest.mark.parametrize("failure", ["RuntimeError: Failed to find C compiler.", "OSError: no driver"])
+def test_where_it_does_not_run_torch_does_it_all(
+    failure: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton calls a C compiler when a kernel is first run, and a machine without one failed in its first step."""
+
+    def write_one(_device: torch.device) -> None:
+        kind, text = failure.split(": ")
+        raise {"RuntimeError": RuntimeError, "OSError": OSError}[kind](text)
+
+    monkeypatch.setattr(trial, "write_one", write_one)
+    assert triton_trouble(torch.device("cuda", 0)) == f"a first kernel did not run: {failure}"
+    assert isinstance(choose_ops(torch.device("cuda", 0)), TorchOps)
+    assert failure in caplog.text
 
 
 def test_without_triton_torch_does_it_all() -> None:

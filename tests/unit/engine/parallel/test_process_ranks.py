@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.parallel import process_ranks
 from engine.parallel.process_ranks import ProcessRanks, join_ranks, join_store, make_store
 from engine.parallel.protocol import Ticket, Timeouts
 from engine.parallel.ranks import OneRank, RankGroup
@@ -60,6 +62,32 @@ def test_a_wait_for_a_rank_that_does_not_come_is_bounded() -> None:
     with pytest.raises(RuntimeError):
         first.sum_(torch.ones(3, 3))
     assert time.monotonic() - begun_s < 10.0
+
+
+class StuckCollectives:
+    """Collectives that do not end before they are `released`."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self.aborts = 0
+
+    def abort(self) -> None:
+        self.aborts += 1
+        self.released.wait()
+
+
+def test_collectives_that_do_not_end_hold_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An abort could wait for ever for graphs that contain the collectives, and with it the end of the engine."""
+    monkeypatch.setattr(process_ranks, "ABORT_S", 0.05)
+    collectives: Any = StuckCollectives()
+    ranks = ProcessRanks(collectives, 1, 2, torch.device("cuda", 0))
+    ranks.abort()
+    ranks.abort()
+    assert collectives.aborts == 1
+    assert "rank 1 have not ended" in caplog.text
+    collectives.released.set()
 
 
 def test_one_rank_changes_nothing() -> None:

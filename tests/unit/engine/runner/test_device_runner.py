@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from engine.build_runner import StepLimits, careful_runner, device_runner
 from engine.device import device_name, resolve_device
 from engine.kernels.choose import choose_ops
 from engine.models.loader import LoadedModel, load_model
+from engine.models.protocol import CausalModel
 from engine.parallel.ranks import OneRank
 from engine.runner import device_runner as device_runner_module
 from engine.runner.device_runner import DeviceRunner
@@ -75,6 +77,9 @@ class Recorded:
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         self.runs.append((key, key in self.captured))
         self.captured.get(key, function)()
+
+    def close(self) -> None:
+        self.captured.clear()
 
 
 def make_pair(
@@ -229,6 +234,30 @@ def test_logprobs_bias_and_penalties(loaded: LoadedModel) -> None:
         ],
     )
     assert picks[0] == (7,)
+
+
+class RoundedLogits:
+    """A model whose logits are rounded to bfloat16, and given as such or in float32."""
+
+    def __init__(self, model: CausalModel, dtype: torch.dtype) -> None:
+        self.forward = model.forward
+        self._model, self._dtype = model, dtype
+
+    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(hidden_RE).bfloat16().to(self._dtype)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_in_half_precision_are_edited_in_full(loaded: LoadedModel, temperature: float) -> None:
+    """A GPU's logits are in the type of its activations. A large bias must not round their differences away."""
+    in_full, in_half = (
+        replace(loaded, model=RoundedLogits(loaded.model, dtype)) for dtype in (torch.float32, torch.bfloat16)
+    )
+    pair = make_pair(in_full)[0], make_pair(in_half)[1]
+    biased = SamplingParams(
+        temperature=temperature, logit_bias=dict.fromkeys(range(VOCAB // 2), 50.0), seed=2
+    )
+    both(pair, [item(index, text, 0, biased) for index, text in enumerate(prompts(6))])
 
 
 def test_log_probabilities_are_made_with_the_step(loaded: LoadedModel) -> None:

@@ -79,6 +79,9 @@ def test_all_captures_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(cuda.met) == {"side 1"}
     assert len(cuda.met) == 3 * (WARM_UPS + 1)
     assert cuda.current.name == "default"
+    graphs.close()
+    graphs.run(0, lambda: cuda.met.append("called"))
+    assert cuda.met[-1] == "called"
 
 
 @needs_gpu

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from engine.memory import host_memory_bytes
 from engine.settings import ExecutionSettings, ModelSettings, SpeculationSettings
 from serving.settings.config import AppArgs, check_file, main, parse_args
 from serving.settings.settings_paths import project_root, resolve_path, state_path
@@ -53,6 +54,8 @@ def test_key_like_nothing_known_gets_the_list() -> None:
         ("cache", {"window_ratio": 0}),
         ("cache", {"window_ratio": 1.5}),
         ("cache", {"host_mib": -1}),
+        ("cache", {"host_share": 0}),
+        ("cache", {"host_share": 1.0}),
         ("cache", {"disk_mib": -1}),
         ("cache", {"disk_path": ""}),
         ("cache", {"disk_path": "kv", "host_mib": 0, "disk_mib": 5}),
@@ -196,6 +199,21 @@ def test_cache_and_speculation_reach_the_engine() -> None:
     draft_path = str(project_root() / "assets/models/kedge-chat-draft")
     draft_model = ModelSettings(draft_path, dtype="float32", num_threads=1)
     assert settings.speculation == SpeculationSettings("draft", 5, 2, draft_model, 0.3)
+
+
+def test_host_memory_is_a_size_or_a_share_of_it() -> None:
+    """A size that suits one machine is refused by a smaller one, and wasted on a larger one."""
+
+    def size_bytes(**cache: float) -> int:
+        return parse_args({"model": MODEL, "cache": cache}).engine_settings().cache.host_size_bytes
+
+    assert size_bytes() == 512 * 2**20
+    assert size_bytes(host_mib=0) == 0
+    assert size_bytes(host_share=0.25) == host_memory_bytes() // 4
+    with pytest.raises(
+        SettingsError, match=r"args\.cache\.host_share: give a host_share or a host_mib, not both"
+    ):
+        size_bytes(host_mib=512, host_share=0.25)
 
 
 def test_a_disk_needs_a_folder_and_host_memory() -> None:
