@@ -304,8 +304,10 @@ class Rig:
         raise AssertionError("turns did not settle")
 
     async def books_are_empty(self) -> None:
-        """Checks that all pages are free once sessions are closed and cached prefixes are flushed."""
+        """Checks that all pages are free once sessions are closed, unnamed conversations are forgotten and cached
+        prefixes are flushed."""
         await self.settled()
+        self.unnamed.forget_all()
         assert await asyncio.wrap_future(self.engine.flush())
         assert await asyncio.wrap_future(self.engine.session_kv_tokens()) == {}
         pages = await self.pages()
