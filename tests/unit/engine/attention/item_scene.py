@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.attention.interface import AttentionBackend, AttentionItem, LayerTraits
 from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings
+from tests.unit.engine.attention.reference import ReferenceStep
 
 WIDE, NARROW = 24, 7
 WINDOWS = (None, WIDE, None, NARROW)
@@ -86,11 +87,15 @@ class Scene:
         return pool
 
     def fill_history(self, pool: KVPool, backend: AttentionBackend, kv: Tensor, lengths: list[int]) -> None:
-        """Writes the history through the backend, then poisons the window pages that nobody needs."""
+        """Writes the history through the backend, then poisons the window pages that nobody needs. The reference only
+        writes: it is slow, and nobody reads what it would compute."""
         items = self.items(lengths, lengths)
         step = backend.begin(items, self.slots(items))
         for layer in range(len(WINDOWS)):
-            step(layer, torch.zeros(len(kv), self.heads, self.dim), kv + layer, LayerTraits(1.0))
+            if isinstance(step, ReferenceStep):
+                step.write(layer, kv + layer)
+            else:
+                step(layer, torch.zeros(len(kv), self.heads, self.dim), kv + layer, LayerTraits(1.0))
         assert pool.window is not None
         for length, query, table in zip(self.lengths, self.queries, self.window_tables, strict=True):
             gone = max(0, length - query - WIDE + 1) // self.page_size

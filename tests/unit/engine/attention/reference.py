@@ -87,15 +87,13 @@ def _bits(dtype: torch.dtype) -> torch.dtype:
 
 def _attend(q_HD: Tensor, kv_T2KD: Tensor, traits: LayerTraits) -> Tensor:
     """Attention of one query over all that it sees: [H, D]."""
-    outputs, group = [], len(q_HD) // kv_T2KD.shape[2]
-    for head, q_D in enumerate(q_HD):
-        k_TD, v_TD = kv_T2KD[:, :, head // group].unbind(1)
-        scores_T = k_TD @ q_D * traits.scale
-        if traits.softcap is not None:
-            scores_T = torch.tanh(scores_T / traits.softcap) * traits.softcap
-        powers_T = torch.exp(scores_T)
-        total = powers_T.sum()
-        if traits.sinks_H is not None:
-            total += torch.exp(traits.sinks_H[head].double())
-        outputs.append(powers_T / total @ v_TD)
-    return torch.stack(outputs)
+    group = len(q_HD) // kv_T2KD.shape[2]
+    k_THD, v_THD = kv_T2KD.repeat_interleave(group, 2).unbind(1)
+    scores_TH = (k_THD * q_HD).sum(-1) * traits.scale
+    if traits.softcap is not None:
+        scores_TH = torch.tanh(scores_TH / traits.softcap) * traits.softcap
+    powers_TH = torch.exp(scores_TH)
+    total_H = powers_TH.sum(0)
+    if traits.sinks_H is not None:
+        total_H += torch.exp(traits.sinks_H.double())
+    return ((powers_TH / total_H)[..., None] * v_THD).sum(0)

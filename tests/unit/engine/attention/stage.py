@@ -163,9 +163,8 @@ def make_stage(shape: Shape, seed: int) -> Stage:
     if rows:
         step = ReferenceAttention(pool).begin(past, slots_of(past, shape))
         kv_N2KD = random_rows(rows, 2, shape.kv_heads, shape.dim).to(DEVICE)
-        q_NHD = torch.zeros(rows, shape.heads, shape.dim, device=DEVICE)
         for layer in range(len(windows)):
-            step(layer, q_NHD, kv_N2KD, LayerTraits(1.0, 1))
+            step.write(layer, kv_N2KD)
     if shape.window is not None:
         _forget(pool, tables[1], histories, shape, each)
     now = items(shape.items, True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -77,7 +78,8 @@ class TableScene:
         pool = self._pool()
         items = self._items()
         backend = ReferenceAttention(pool)
-        self._fill_history(pool, lambda history, slots_PN: backend.begin(history, slots_PN))
+        # It only writes the history: it is slow, and nobody reads what it would compute.
+        self._fill_history(pool, lambda history, slots_PN: backend.begin(history, slots_PN).write)
         step = backend.begin(items, self._slots(items))
         outputs = [step(layer, *self._draw(layer), each) for layer, each in enumerate(traits)]
         return Outcome(outputs, _contents(pool))
@@ -91,7 +93,7 @@ class TableScene:
         pool = self._pool()
         backend = make(pool)
         device = self.device
-        self._fill_history(pool, lambda items, slots_PN: backend.plan(tables_of(items, slots_PN, device)))
+        self._fill_history(pool, partial(self._writer, backend))
         items = self._items()
         tables = padded(tables_of(items, self._slots(items), device), padding)
         parts = [tables.query_starts_B1, tables.kv_lens_B, *tables.pages_PBM, *tables.slots_PN]
@@ -103,6 +105,13 @@ class TableScene:
         for part, content in zip(parts, contents, strict=True):
             part.copy_(content)
         return Outcome(self._pass(step, traits, padding), _contents(pool))
+
+    def _writer(
+        self, backend: TableAttention, items: Sequence[AttentionItem], slots_PN: Sequence[Tensor]
+    ) -> Callable[[int, Tensor], Tensor]:
+        step = backend.plan(tables_of(items, slots_PN, self.device))
+        q_NHD = torch.zeros(len(slots_PN[0]), self.heads, self.dim, dtype=self.dtype, device=self.device)
+        return lambda layer, kv_N2KD: step(layer, q_NHD, kv_N2KD, LayerTraits(1.0))
 
     def _pass(self, step: AttentionStep, traits: Sequence[LayerTraits], padding: Padding) -> list[Tensor]:
         rows, outputs = sum(self.queries), []
@@ -145,16 +154,19 @@ class TableScene:
             items.append(AttentionItem(query, length, self.tables[row, :count], False, window_pages))
         return items
 
-    def _fill_history(self, pool: KVPool, begin: Callable[..., Callable[..., Tensor]]) -> None:
+    def _fill_history(
+        self,
+        pool: KVPool,
+        begin: Callable[[Sequence[AttentionItem], Sequence[Tensor]], Callable[[int, Tensor], object]],
+    ) -> None:
         """Writes the history, then fills every page that the step does not use with NaN."""
         items = self._history_items()
         rows = sum(item.query_len for item in items)
-        step = begin(items, self._slots(items))
+        write = begin(items, self._slots(items))
         random = torch.Generator().manual_seed(11)
         for layer in range(len(WINDOWS)):
-            q_NHD = torch.zeros(rows, self.heads, self.dim, dtype=self.dtype, device=self.device)
             kv_N2KD = torch.randn(rows, 2, self.kv_heads, self.dim, generator=random)
-            step(layer, q_NHD, kv_N2KD.to(self.device, self.dtype), LayerTraits(1.0))
+            write(layer, kv_N2KD.to(self.device, self.dtype))
         assert pool.window is not None
         for paged, tables in (
             (pool.full, [item.pages for item in self._items()]),
