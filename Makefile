@@ -43,8 +43,8 @@ serve: install
 monitor:
 	$(PYTHON) configs/monitoring/monitor.py $(MONITOR_ARGS)
 
-# A cluster uses the whole machine, so its tests run one by one.
-SHARED := $(BIN)/python -m pytest --durations=10 --numprocesses $(JOBS) --dist loadfile --ignore=tests/cluster --ignore=tests/clients --ignore=tests/console
+# A cluster uses the whole machine, so its tests run one by one. Those of the architecture are part of `make check`.
+SHARED := $(BIN)/python -m pytest --durations=10 --numprocesses $(JOBS) --dist loadfile --ignore=tests/architecture --ignore=tests/cluster --ignore=tests/clients --ignore=tests/console
 ALONE := $(BIN)/python -m pytest --durations=10 tests/cluster tests/clients tests/console
 
 test: install-dev
