@@ -38,10 +38,13 @@ class Source:
                 yield node.module or ""
 
 
-def sources(*folders: str) -> list[Source]:
-    """Every Python file below the folders."""
-    paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
-    return [Source(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in paths]
+@functools.cache
+def sources(*folders: str) -> tuple[Source, ...]:
+    """Every Python file below the folders. All tests share them, so that each is parsed once."""
+    if len(folders) > 1:
+        return tuple(source for folder in folders for source in sources(folder))
+    paths = sorted((ROOT / folders[0]).rglob("*.py"))
+    return tuple(Source(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in paths)
 
 
 def tracked_files() -> list[Path]:
