@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
-from serving.text.tool_calls.argument_values import argument_types
+from serving.text.tool_calls.argument_values import argument_types, referred
 from serving.text.tool_calls.formats import TaggedFormat
 from serving.text.tool_calls.grammar_terms import GrammarTerms
 
@@ -56,12 +57,30 @@ def _value(
         return _either(form, terms, f"{rule}_text", {})
     if types is None or len(types) > 1:
         return _either(form, terms, f"{rule}_text", {**shared, **held})
-    values = [held["const"]] if "const" in held else held.get("enum")
-    if values:
-        texts = " | ".join(terms.literal(value) or '""' for value in values)
+    schemas = _string_schemas(held, parameters)
+    values = [_values(schema) for schema in schemas]
+    if all(values):
+        texts = " | ".join(terms.literal(value) or '""' for value in chain(*values))
         begin = terms.literal(_before(form, is_string=True))
         return [f"{begin} ({texts}) {terms.literal(form.behind_value)}"]
-    return _text(form, terms, f"{rule}_text", _regex(held, form.value_closer))
+    regexes = [_regex(schema, form.value_closer) for schema in schemas]
+    return _text(form, terms, f"{rule}_text", " | ".join(f"({regex})" for regex in regexes))
+
+
+def _string_schemas(held: Mapping[str, Any], root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The schemas, without references, of which a string must fit one. `held` is known to allow strings only."""
+    if isinstance(reference := held.get("$ref"), str):
+        beside = {word: value for word, value in held.items() if word != "$ref"}
+        return _string_schemas({**referred(root, reference), **beside}, root)
+    choices = held.get("anyOf", held.get("oneOf"))
+    if choices is None or _values(held) or "type" in held:
+        return [held]
+    return [schema for choice in choices for schema in _string_schemas(choice, root)]
+
+
+def _values(schema: Mapping[str, Any]) -> Sequence[str]:
+    """The only strings that fit, if the schema names them."""
+    return [schema["const"]] if "const" in schema else schema.get("enum") or ()
 
 
 def _json(form: TaggedFormat, terms: GrammarTerms, schema: Mapping[str, Any]) -> str:
@@ -84,6 +103,8 @@ def _regex(schema: Mapping[str, Any], closer: str) -> str:
     """A pattern for a string, which never contains the tag that ends it. Special tokens are not text, so the pattern
     neither contains nor excludes them."""
     wanted = ["/(?s:.*)/", f"~/(?s:.*){_delimited(re.escape(closer))}(?s:.*)/"]
+    if values := _values(schema):
+        wanted.append(f"/({'|'.join(_delimited(re.escape(value)) for value in values)})/")
     least, most = schema.get("minLength"), schema.get("maxLength")
     if least is not None or most is not None:
         wanted.append(f"/(?s:.{{{least or 0},{'' if most is None else most}}})/")

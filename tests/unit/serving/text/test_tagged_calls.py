@@ -252,6 +252,25 @@ HELD: list[dict[str, Any]] = [
         "required": ["code", "place"],
         "$defs": {"place": {"type": "object", "properties": {"x": SHORT}, "additionalProperties": False}},
     },
+    # Strings behind references, as pydantic writes an Enum, were free.
+    {
+        "type": "object",
+        "properties": {
+            "unit": {"$ref": "#/$defs/unit", "description": "of temperature"},
+            "again": {"$ref": "#/$defs/again"},
+            "short": {"$ref": "#/$defs/short"},
+            "either": {"anyOf": [{"$ref": "#/$defs/unit"}, {"const": "a/b"}]},
+            "any": {
+                "oneOf": [{"type": "string", "pattern": "^x{1,3}$"}, {"type": "string", "enum": ["y|z"]}]
+            },
+        },
+        "required": ["unit", "again", "short", "either", "any"],
+        "$defs": {
+            "unit": {"type": "string", "enum": ["C", "F"]},
+            "again": {"$ref": "#/$defs/unit"},
+            "short": SHORT,
+        },
+    },
 ]
 
 
