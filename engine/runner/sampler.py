@@ -33,8 +33,8 @@ def is_argmax(params: SamplingParams) -> bool:
 def argmax_rows(logits_RV: Tensor) -> list[int]:
     """The most likely token of each row; of equal ones the first."""
     if logits_RV.device.type == "cpu":
-        # numpy's is several times quicker; both take the first of equal ones.
-        picks: list[int] = logits_RV.numpy().argmax(-1).tolist()
+        # numpy's is several times quicker; both take the first of equal ones. It does not know bfloat16.
+        picks: list[int] = logits_RV.float().numpy().argmax(-1).tolist()
         return picks
     return logits_RV.argmax(-1).tolist()
 
