@@ -17,6 +17,7 @@ from controllers.cluster_stats import ClusterStats
 from controllers.cluster_watch import ClusterWatch
 from controllers.commits import Commits
 from controllers.errors import (
+    NoAnswer,
     SessionClosing,
     SessionExists,
     SessionNotFound,
@@ -359,8 +360,13 @@ class Cluster:
         """Sessions in the ledger."""
         return len(self._ledger)
 
-    def replicas(self) -> list[ReplicaStatus]:
-        """Replicas that are not gone; `sessions` is the ledger's count."""
+    def replicas(self, all_heard: bool = False) -> list[ReplicaStatus]:
+        """Replicas that are not gone; `sessions` is the ledger's count. With `all_heard`, raises NoAnswer right after a
+        start, when some may not have been heard yet."""
+        if all_heard and not self._replicas.all_heard:
+            raise NoAnswer(
+                "the cluster controller has just started, and may not have heard of all replicas yet"
+            )
         return [
             replace(status, sessions=self._ledger.count_of(status.replica_id))
             for status in self._replicas.present()
@@ -386,13 +392,14 @@ class Cluster:
             return self.open_session(session_id, tenant, None, None, open_key, preferred)
         entry = self._ledger.get(session_id)
         with self._claims.changing(session_id):
-            if self._must_move(entry):
-                return self._take_over(entry)
+            if moves := self._must_move(entry):
+                self._move_to(entry, taker := self._place())
+                self.watch.taken_over(entry, taker)
             if self._clock() - entry.last_used_s > _TOUCH_LOG_AFTER_S:
                 # This only restarts the idle clock: while the log is away, turns still reach a known owner.
                 with suppress(StoreError), self._stats.timed("touch"):
                     self._store.touch(session_id, self._clock())
-        return _assignment(self._ledger.touch(session_id), fresh=claimed)
+        return _assignment(self._ledger.touch(session_id), fresh=claimed or moves)
 
     def _unused(self, entry: LedgerEntry, now_s: float) -> bool:
         """Whether no owner holds a session that is past its timeout. An owner ends the sessions that it holds."""
@@ -441,18 +448,12 @@ class Cluster:
             self.watch.moved(child, parent.replica_id, "to the session that it is a fork of")
         return self._ledger.get(order.child_id).record()
 
-    def _take_over(self, entry: LedgerEntry) -> Assignment:
-        taker = self._place()
-        assignment = self._move_to(entry, taker)
-        self.watch.taken_over(entry, taker)
-        return assignment
-
-    def _move_to(self, entry: LedgerEntry, replica_id: str) -> Assignment:
+    def _move_to(self, entry: LedgerEntry, replica_id: str) -> None:
         with self._claims.changing(entry.session_id), self._stats.timed("assign"):
             self._store.assign(entry.session_id, replica_id, entry.epoch + 1)
         self._replicas.assign_tokens(replica_id, entry.tokens + self._settings.placement_tokens)
         self._stats.count("transfers")
-        return _assignment(self._ledger.transfer(entry.session_id, replica_id), fresh=True)
+        self._ledger.transfer(entry.session_id, replica_id)
 
     def _place(self, preferred: str | None = None) -> str:
         return choose_replica(self._replicas.candidates(self._ledger.count_of), preferred)

@@ -187,8 +187,8 @@ class ClusterController:
     async def session(self, session_id: str) -> LedgerEntry:
         return self._cluster.session(session_id)
 
-    async def replicas(self) -> list[ReplicaStatus]:
-        return self._cluster.replicas()
+    async def replicas(self, all_heard: bool = False) -> list[ReplicaStatus]:
+        return self._cluster.replicas(all_heard)
 
     async def stats(self) -> dict[str, float]:
         return self._cluster.stats()

@@ -140,20 +140,18 @@ class OwnershipLedger:
         return entry
 
     def transfer(self, session_id: str, replica_id: str) -> LedgerEntry:
-        """Gives the session to another replica at the next epoch. Raises SessionNotFound."""
+        """Gives the session to another replica at the next epoch, which is no use of it. Raises SessionNotFound."""
         entry = self.get(session_id)
         self._leaves_owner(entry)
         moved = replace(
             entry,
             replica_id=replica_id,
             epoch=entry.epoch + 1,
-            last_used_s=self._clock(),
             size_bytes=0,
             in_turn=False,
             reported_s=None,
         )
         self._rows[session_id] = _row(moved)
-        self._recent.used(session_id)
         self._count(moved)
         self._forget_unused(entry.replica_id)
         return moved

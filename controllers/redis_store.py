@@ -113,7 +113,7 @@ class RedisSessionStore:
         def assigned(session: StoredSession) -> tuple[list[Command], Guards]:
             if not changes_owner(session.entry, replica_id, epoch):
                 return [], {}
-            entry = replace(session.entry, replica_id=replica_id, epoch=epoch, last_used_s=self._clock())
+            entry = replace(session.entry, replica_id=replica_id, epoch=epoch)
             return [self._set(replace(session, entry=entry))], {}
 
         self._change(session_id, assigned)

@@ -167,6 +167,11 @@ class ReplicaDirectory:
         """The states of all known replicas, including those that are gone."""
         return {replica_id: self.state(replica_id) for replica_id in self._replicas}
 
+    @property
+    def all_heard(self) -> bool:
+        """Whether each replica that is there has had the time for two heartbeats since the directory's start."""
+        return self._clock() - self._started_s >= self._suspect_timeout_s
+
     def ended(self, replica_id: str) -> bool:
         """True if the replica is gone for certain. A replica that is only silent may be slow."""
         known = self._replicas.get(replica_id)

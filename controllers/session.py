@@ -230,8 +230,9 @@ class SessionController:
         self._end_turn(fork.session_id, parent)
 
     def abort_fork(self, fork: Fork) -> None:
-        """Ends the fork without a trace. Raises TurnNotInFlight."""
-        self._end_turn(fork.session_id, self._in_flight(fork))
+        """Ends the fork without a trace: it was no use of the session. Raises TurnNotInFlight."""
+        self._in_flight(fork).turn = None
+        self._watch(fork.session_id)
 
     def prepare_commit(
         self,

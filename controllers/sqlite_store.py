@@ -115,8 +115,8 @@ class SqliteSessionStore:
             if not changes_owner(_entry(db, session_id), replica_id, epoch):
                 return
             db.execute(
-                "UPDATE sessions SET replica_id = ?, epoch = ?, last_used_s = ? WHERE session_id = ?",
-                (replica_id, epoch, self._clock(), session_id),
+                "UPDATE sessions SET replica_id = ?, epoch = ? WHERE session_id = ?",
+                (replica_id, epoch, session_id),
             )
 
     def append_turns(self, records: Sequence[TurnRecord]) -> list[ControllerError | None]:

@@ -48,7 +48,8 @@ class SessionStore(Protocol):
         """
 
     def assign(self, session_id: str, replica_id: str, epoch: int) -> None:
-        """Records a new owner. `epoch` must be the stored epoch plus one; repeating an assignment is fine.
+        """Records a new owner. `epoch` must be the stored epoch plus one; repeating an assignment is fine. It is no use
+        of the session.
 
         Raises SessionNotFound and StaleEpoch.
         """

@@ -60,8 +60,10 @@ class Membership:
         return None if known is None else known.status
 
     async def look(self) -> None:
-        """Asks the controller for the replicas. Raises ControllerError."""
-        statuses = {status.replica_id: status for status in await self._controller.replicas()}
+        """Asks the controller for the replicas. Raises ControllerError, also if the controller has just started: it may
+        not have heard yet of replicas that are known here."""
+        listed = await self._controller.replicas(bool(self._known))
+        statuses = {status.replica_id: status for status in listed}
         gone = [name for name in self._known if name not in statuses]
         self._known = {name: self._reported(status) for name, status in statuses.items()}
         for name in gone:

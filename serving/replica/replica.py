@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from cache.audit import PageAccounts
-from controllers.errors import ControllerError, NoAnswer
+from controllers.errors import ControllerError, StoreError
 from controllers.served_model import ServedModel
 from controllers.session import SessionController
 from engine.api import DeltaSink, Engine, EngineError, InvalidRequest
@@ -91,6 +91,10 @@ HAND_OVER_TIMEOUT_S = 60.0
 RETIRE_SHARE = 0.9
 """The share of Serve's shutdown timeout for ending turns and handing over sessions. At the timeout Serve ends the
 process, whatever is left."""
+DRAIN_AGAIN_S = 1.0
+"""How long a replica that is to end waits before it asks to drain again. The others may only be suspect, or not heard
+yet by a controller that has just started."""
+JOIN_PAUSE_S = 1.0
 LAST_ANSWERS_S = 1.0
 """How long the last answer may be on its way. The replica deregisters only after that, since front ends then leave."""
 START_TIMEOUT_S = 900.0
@@ -339,14 +343,21 @@ class LLMReplica:
     async def _retire(self) -> None:
         """Prepares for the end: lets turns finish and hands sessions over, while there is time and another replica
         takes them. The sessions that are left are in the log."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RETIRE_SHARE * self._args.replicas.graceful_shutdown_timeout_s):
+                await self._begin_drain()
+                tried_s = self._clock()
+                while self._host.hands_over or not self._answered_all():
+                    await asyncio.sleep(HAND_OVER_INTERVAL_S)
+                    if not self._host.draining and self._clock() - tried_s >= DRAIN_AGAIN_S:
+                        await self._begin_drain()
+                        tried_s = self._clock()
+
+    async def _begin_drain(self) -> None:
         try:
             await self._host.drain()
         except ControllerError as error:
             logger.info("the sessions stay in the log: %s", error)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(RETIRE_SHARE * self._args.replicas.graceful_shutdown_timeout_s):
-                while self._host.hands_over or not self._answered_all():
-                    await asyncio.sleep(HAND_OVER_INTERVAL_S)
 
     async def _start(self, settle: Callable[[], None]) -> None:
         await asyncio.to_thread(_warm, self._text)
@@ -378,8 +389,9 @@ class LLMReplica:
                 try:
                     await self._controller.announce()
                     await self._controller.register_replica(self._host.status())
-                except NoAnswer as error:
+                except StoreError as error:  # NoAnswer is one
                     logger.warning("still waiting for the cluster controller: %s", error)
+                    await asyncio.sleep(JOIN_PAUSE_S)
                 else:
                     return
 

@@ -382,6 +382,8 @@ class OutputText:
             token_ids = token_ids[:-1]
         num_watched = min(len(self._watched), len(token_ids))
         watched = "".join([self._watched.popleft() for _ in range(num_watched)])
+        if finish is None and num_watched == len(token_ids):
+            return watched  # what makes text may be in use by the engine's thread
         text = self._detokenizer.push(token_ids[num_watched:])
         if finish is None:
             return watched + self._matcher.feed(text)

@@ -123,6 +123,9 @@ class Channel:
             self.unread_bytes -= len(self._kept.popleft())
 
     def _resend(self) -> None:
+        """Answers even if nothing is kept: the other end counts the connection as broken until it hears something."""
+        if not self._kept:
+            self.state()
         for number, body in enumerate(self._kept, self._dropped):
             self._frame(FrameKind.MESSAGE, number, body)
 

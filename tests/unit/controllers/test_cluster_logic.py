@@ -407,6 +407,24 @@ def test_loading_counts_as_use(world: World) -> None:
     assert world.cluster.expire_idle() == []
 
 
+def test_a_move_is_no_use_and_a_takeover_is_one(world: World) -> None:
+    """Each drain restarted the idle clocks of all sessions of the replica, so that unused ones never ended."""
+    opened = _open(world)
+    opened_s = world.clock.now_s
+    world.clock.advance(IDLE_S - 1)
+    world.beat("a", "b")
+    world.cluster.drain_replica(opened.replica_id)
+    assert world.cluster.offer_session("s", 1, opened.replica_id)
+    (entry,) = world.cluster.sessions()
+    assert (entry.epoch, entry.last_used_s) == (2, opened_s)
+    world.cluster.report_unreachable(entry.replica_id, True)
+    assert world.cluster.resolve("s", False, "").epoch == 3
+    (entry,) = world.cluster.sessions()
+    assert entry.last_used_s == world.clock.now_s
+    (entry,) = world.restart().sessions()
+    assert entry.last_used_s == world.clock.now_s
+
+
 def test_nothing_expires_right_after_a_restart(world: World) -> None:
     _open(world)
     world.clock.advance(IDLE_S * 10)

@@ -6,19 +6,22 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from manual_clock import ManualClock
 
 from controllers.attended_clock import TICK_S
 from controllers.cluster_actor import ClusterController
+from controllers.errors import NoAnswer
 from controllers.records import ReplicaStatus
 from controllers.settings import ClusterSettings, SqliteLogSettings
 
 PAUSE_S = 60.0
 SILENCE_S = 10.0
+HEARTBEAT_S = 2.0
 
 
 def controller_at(path: Path, clock: ManualClock) -> ClusterController:
-    settings = ClusterSettings(replica_timeout_s=SILENCE_S, heartbeat_interval_s=2.0)
+    settings = ClusterSettings(replica_timeout_s=SILENCE_S, heartbeat_interval_s=HEARTBEAT_S)
     return ClusterController(
         settings, SqliteLogSettings(str(path / "sessions.db")), "cluster", clock=clock, timer=clock
     )
@@ -46,6 +49,25 @@ async def test_a_pause_right_after_a_restart_moves_no_session(tmp_path: Path, cl
     await again.register_replica(ReplicaStatus("b", 1000, 1000))
     resolved = await again.resolve("s")
     assert (resolved.replica_id, resolved.epoch) == ("a", opened.epoch)
+
+
+async def test_after_a_restart_replicas_have_two_heartbeats_to_be_heard(
+    tmp_path: Path, clock: ManualClock
+) -> None:
+    """Front ends took those that were not heard yet for gone, and gave up their turns."""
+    controller = controller_at(tmp_path, clock)
+    await controller.register_replica(ReplicaStatus("a", 1000, 1000))
+    controller._cluster._store.disconnect()
+    again = controller_at(tmp_path, clock)
+    await again.register_replica(ReplicaStatus("b", 1000, 1000))
+    assert [status.replica_id for status in await again.replicas()] == ["b"]
+    for _ in range(int(2 * HEARTBEAT_S / TICK_S)):
+        with pytest.raises(NoAnswer):
+            await again.replicas(all_heard=True)
+        clock.advance(TICK_S)
+        again._cluster.tick()
+    await again.heartbeat(ReplicaStatus("b", 1000, 1000))
+    assert [status.replica_id for status in await again.replicas(all_heard=True)] == ["b"]
 
 
 async def test_who_is_silent_while_the_controller_is_there_is_gone(

@@ -239,6 +239,17 @@ def test_a_fork_takes_the_place_of_a_turn(sessions: SessionController) -> None:
             end()
 
 
+def test_a_fork_that_comes_to_nothing_is_no_use_of_its_session(clock: ManualClock) -> None:
+    """A drain that no replica could help with restarted the idle clocks again and again."""
+    sessions = SessionController(clock, 10.0, make_chain=make_chain)
+    sessions.adopt(SessionRecord("p", "", 1, "a"))
+    clock.advance(9.0)
+    sessions.abort_fork(sessions.begin_fork("p", 1, 0))
+    assert sessions.expired() == []
+    clock.advance(1.5)
+    assert sessions.expired() == ["p"]
+
+
 def test_refused_forks(sessions: SessionController) -> None:
     for length in (-1, 5):
         with pytest.raises(InvalidFork) as caught:

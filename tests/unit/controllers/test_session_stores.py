@@ -115,11 +115,14 @@ def test_a_turn_that_does_not_follow_is_stale(store: SessionStore, turn: TurnRec
     assert store.load("s") == before
 
 
-def test_a_new_owner_fences_the_former_one(store: SessionStore) -> None:
+def test_a_new_owner_fences_the_former_one(store: SessionStore, clock: ManualClock) -> None:
     store.open(SESSION)
     append_turn(store, turn_of(0, 0, [1, 2]))
+    used_s = store.find("s").last_used_s
+    clock.advance(9)
     store.assign("s", "b", 2)
     store.assign("s", "b", 2)
+    assert store.find("s").last_used_s == used_s, "a move is no use"
     for replica_id, epoch in (("c", 2), ("b", 4), ("b", 1)):
         with pytest.raises(StaleEpoch):
             store.assign("s", replica_id, epoch)

@@ -17,9 +17,10 @@ class Controller:
     def __init__(self, *statuses: ReplicaStatus) -> None:
         self.statuses = list(statuses)
         self.away = False
+        self.has_heard_all = True
 
-    async def replicas(self) -> list[ReplicaStatus]:
-        if self.away:
+    async def replicas(self, all_heard: bool) -> list[ReplicaStatus]:
+        if self.away or (all_heard and not self.has_heard_all):
             raise NoAnswer("away")
         return self.statuses
 
@@ -63,6 +64,25 @@ async def test_while_the_controller_is_away_what_it_said_last_counts() -> None:
         await membership.look()
     assert (membership.present, membership.pick(), gone) == (("a",), "a", [])
     assert await membership.find("b") is None
+
+
+async def test_a_controller_that_has_just_started_lets_no_replica_go() -> None:
+    """Until their heartbeats arrived it listed no replica, and every front end gave up its links and turns."""
+    gone: list[str] = []
+    controller = Controller()
+    controller.has_heard_all = False
+    membership = membership_of(controller, gone)
+    await membership.look()
+    controller.statuses.append(status("a"))
+    await membership.look()
+    assert membership.present == ("a",), "a first look waits for nobody"
+    controller.statuses.clear()
+    with pytest.raises(NoAnswer):
+        await membership.look()
+    assert (membership.present, gone) == (("a",), [])
+    controller.has_heard_all = True
+    await membership.look()
+    assert (membership.present, gone) == ((), ["a"])
 
 
 async def test_the_less_loaded_is_picked_and_what_was_sent_there_counts() -> None:

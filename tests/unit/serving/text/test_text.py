@@ -185,6 +185,26 @@ def test_the_text_is_the_same_whoever_makes_it(ids: list[int], skip: bool, batch
         assert kept.push(accepted, finish) == shown + matched
 
 
+def test_the_reader_leaves_alone_what_the_engine_makes_text_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fed nothing to the matcher and the detokenizer while the engine's thread fed the next token: text that was
+    held back came twice, or not at all."""
+
+    def in_use(*_args: object, **_options: object) -> str:
+        raise AssertionError("the engine's thread owns this before the last delta")
+
+    text = processor()
+    ids = text._encode(" cat dog", "prompt")
+    output = text.output_text(("zzz",))
+    assert output.watcher is not None
+    for token_id in ids:
+        output.watcher.accept(token_id)
+    with monkeypatch.context() as during:
+        during.setattr(output._matcher, "feed", in_use)
+        during.setattr(output._detokenizer, "push", in_use)
+        shown = "".join(output.push((token_id,)) for token_id in ids)
+    assert shown + output.push((), LENGTH) == text_of(ids)
+
+
 @pytest.mark.parametrize("trim_stop", [True, False])
 def test_a_stop_token_after_a_beginning_of_a_stop_string(trim_stop: bool) -> None:
     """The engine does not show the stop token to the watcher. The text that was held back is then no part of a stop

@@ -84,6 +84,16 @@ def test_a_sign_of_life_tells_what_was_lost_at_the_end() -> None:
     assert pipe.got[0] == [b"a"]
 
 
+def test_an_end_that_resumes_is_answered_even_if_nothing_was_lost() -> None:
+    """The other end counted the connection as broken until its next sign of life, for two seconds."""
+    pipe = Pipe()
+    pipe.break_off()
+    assert pipe.arrive(0)
+    assert len(pipe.ways[1]) == 1
+    pipe.settle()
+    assert not any(pipe.ways), "the answer is not answered"
+
+
 def test_messages_are_kept_until_the_other_end_has_them() -> None:
     pipe = Pipe()
     for _ in range(ACKNOWLEDGE_EVERY - 1):
