@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 from fastapi import Depends, Header
@@ -18,6 +18,7 @@ from engine.api import SamplingParams
 from serving.front.api.access import FOR_OPERATORS
 from serving.front.api.errors import NAME_PATTERN, refusal
 from serving.front.api.keys import Caller
+from serving.front.api.strict_json import StrictBody
 from serving.logs.audit_log import audit_event
 from serving.logs.call_facts import CALL_FACTS
 from serving.wire.turns import HistoryMode, ModelInfo, OutputConstraint, ServiceError, TurnService
@@ -68,6 +69,14 @@ SchemaOrText = Annotated[
     Annotated[JsonSchema, Tag("<schema>")] | Annotated[str, Tag("<text>")], Discriminator(_schema_kind)
 ]
 AllowedTokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+
+
+class DirectCaller(StrictBody):
+    """Of a call: the model made it itself, not a program that it wrote."""
+
+    type: Literal["direct"]
+
+
 CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 BadWord = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"\S")]
 BadWords = Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)]

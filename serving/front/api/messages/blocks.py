@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from serving.front.api.fields import NonEmptyText, one_or_many
+from serving.front.api.fields import DirectCaller, NonEmptyText, one_or_many
 from serving.front.api.strict_json import NotSupported, StrictBody
 
 MAX_MESSAGES = 4096
@@ -43,10 +43,6 @@ class RedactedThinkingBlock(StrictBody):
 
     type: Literal["redacted_thinking"]
     data: str
-
-
-class DirectCaller(StrictBody):
-    type: Literal["direct"]
 
 
 class ToolUseBlock(StrictBody):

@@ -45,6 +45,10 @@ class ThinkingEnabled(StrictBody):
     display: Literal["summarized", "omitted"] | None = None
 
 
+class ThinkingBetweenTools(StrictBody):
+    type: Literal["between_tools"]
+
+
 class ThinkingDisabled(StrictBody):
     type: Literal["disabled"]
 
@@ -57,9 +61,10 @@ class ThinkingAdaptive(StrictBody):
 Thinking = Annotated[
     Annotated[ThinkingEnabled, Tag("<enabled>")]
     | Annotated[ThinkingDisabled, Tag("<disabled>")]
-    | Annotated[ThinkingAdaptive, Tag("<adaptive>")],
+    | Annotated[ThinkingAdaptive, Tag("<adaptive>")]
+    | Annotated[ThinkingBetweenTools, Tag("<between_tools>")],
     Discriminator(tag_of("type")),
-    BeforeValidator(one_of("type", "enabled", "disabled", "adaptive")),
+    BeforeValidator(one_of("type", "enabled", "disabled", "adaptive", "between_tools")),
 ]
 
 

@@ -43,6 +43,13 @@ MAX_METADATA = 64
 Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA)]
 
 
+class PromptCacheOptions(StrictBody):
+    """Hints without effect: a session's KV is kept as long as there is room for it."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: str | None = None
+
+
 class SharedFields(StrictBody):
     """Fields that Responses have, too. None means the default."""
 
@@ -65,6 +72,7 @@ class SharedFields(StrictBody):
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default", "flex", "priority", "scale", "fast", "ultrafast"] | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
 
     def sampling(self, model: ModelInfo) -> SamplingParams:
         """The engine's parameters; the seed and the token limit are passed separately."""

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, Vali
 from pydantic_core import PydanticCustomError
 
 from serving.front.api.errors import UNSUPPORTED
-from serving.front.api.fields import NonEmptyText
+from serving.front.api.fields import DirectCaller, NonEmptyText
 from serving.front.api.strict_json import NotSupported, StrictBody
 
 MAX_ITEMS = 16_384
@@ -131,7 +131,7 @@ class MessageItem(StrictBody):
 
 
 class Call(StrictBody):
-    """Fields of both kinds of calls. `caller` and `async` say which side runs a call; here it is always the client."""
+    """Fields of both kinds of calls. `async` says which side runs a call; here it is always the client."""
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
@@ -140,7 +140,7 @@ class Call(StrictBody):
     name: NonEmptyText
     namespace: NonEmptyText | None = None
     status: ItemStatus | None = None
-    caller: NotSupported = None
+    caller: DirectCaller | None = None
     async_: NotSupported = Field(None, alias="async")
 
     def _shown(self, prefix: str, new_id: str, **said: str) -> Json:
@@ -183,7 +183,7 @@ class CallOutput(StrictBody):
     status: ItemStatus | None = None
     name: str | None = Field(None, description="The tool's name. It has no effect: the call has it, too.")
     namespace: str | None = None
-    caller: NotSupported = None
+    caller: DirectCaller | None = None
 
     def canonical(self, new_id: str) -> Json:
         output = self.output if isinstance(self.output, str) else _parts(self.output, "input_text")
@@ -272,8 +272,10 @@ Item = Annotated[
     Discriminator(_item_kind),
 ]
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+_AnyItems = Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)]
 Input = Annotated[
-    Annotated[NonEmptyText, Tag("<text>")] | Annotated[Items, Tag("<parts>")], Discriminator(_text_or_parts)
+    Annotated[NonEmptyText, Tag("<text>")] | Annotated[_AnyItems, Tag("<parts>")],
+    Discriminator(_text_or_parts),
 ]
 
 

@@ -113,6 +113,8 @@ async def asked_response(
     items = canonical_items(body.input[before.num_repeated :], response_id)
     session_turn = partial(Continued.turn, head=head, items=items, body=body)
     said = [*before.items, *items]
+    if not said:
+        raise refusal("input: nothing has been said yet in the conversation.", "input")
     turn = session_turn(before)
     make_plan = partial(_plan, body, tools, model, response_id, said, turn, tenant, priority)
     plan = await beside_streams(make_plan, len(items))

@@ -81,6 +81,7 @@ class ReasoningConfig(StrictBody):
     )
     generate_summary: str | None = Field(None, description="This field has no effect.")
     context: str | None = Field(None, description="This field has no effect.")
+    mode: str | None = Field(None, description="This field has no effect.")
 
 
 class ResponseStreamOptions(StrictBody):
@@ -101,9 +102,10 @@ NamedConversation = Annotated[
 
 
 class ResponsesBody(SharedFields):
-    """`input` is a text or a list of items. `top_k`, `min_p`, `repetition_penalty` and `seed` are vLLM's fields."""
+    """`input` is a text or a list of items; it may be missing if the response goes on from something. `top_k`, `min_p`,
+    `repetition_penalty` and `seed` are vLLM's fields."""
 
-    input: Input
+    input: Input = Field(default_factory=list)
     instructions: str | None = None
     previous_response_id: Name | None = None
     conversation: NamedConversation | None = None
@@ -237,6 +239,8 @@ def check_state(body: ResponsesBody) -> None:
     """Refuses fields that exclude each other, of those that say what is stored and what the response goes on from."""
     if body.is_background and not body.is_stored:
         raise refusal("background: such a response is stored, so store may not be false.", "background")
+    if not body.input and body.conversation is None and body.previous_response_id is None:
+        raise refusal("input: give an input, or something to go on from.", "input")
     if body.conversation is None:
         return
     if body.previous_response_id is not None:

@@ -45,6 +45,22 @@ async def texts(client: openai.AsyncOpenAI, conversation_id: str, **options: Any
     return [item.content[0].text async for item in page]  # type: ignore[union-attr]
 
 
+async def test_a_response_may_answer_what_is_there_already(served: Served) -> None:
+    """An input was required. OpenAI's client does not require it."""
+    conversation = await served.client.conversations.create(items=[user("zero")])
+    response = await served.client.responses.create(conversation=conversation.id, **GREEDY)
+    assert response.output_text == expected([user("zero")])
+    items = [user("zero"), said(response)]
+    on = await served.client.responses.create(input=[], previous_response_id=response.id, **GREEDY)
+    assert on.output_text == expected(items)
+    assert await texts(served.client, conversation.id) == ["zero", response.output_text]
+    empty = await served.client.conversations.create()
+    with pytest.raises(openai.BadRequestError, match="input: nothing has been said yet"):
+        await served.client.responses.create(conversation=empty.id, **GREEDY)
+    with pytest.raises(openai.BadRequestError, match="input: give an input, or something to go on from"):
+        await served.client.responses.create(**GREEDY)
+
+
 async def test_responses_go_on_in_it(served: Served) -> None:
     conversation = await served.client.conversations.create(items=[user("zero")], metadata={"k": "v"})
     items = [user("zero")]

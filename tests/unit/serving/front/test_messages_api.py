@@ -97,6 +97,7 @@ def test_instructions_for_one_turn_are_gone_in_the_next() -> None:
     [
         ({}, {}),
         ({"thinking": {"type": "adaptive"}}, {"enable_thinking": True, "thinking": True}),
+        ({"thinking": {"type": "between_tools"}}, {"enable_thinking": True, "thinking": True}),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, {"enable_thinking": True, "thinking": True}),
         ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
         ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),

@@ -107,7 +107,8 @@ async def test_usage_in_every_chunk(tmp_path: Path, path: str) -> None:
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_hints_change_nothing(tmp_path: Path, path: str) -> None:
     prompt = {"messages": [HELLO]} if path == CHAT else {"prompt": "My dog"}
-    hints = {"store": True, "prompt_cache_retention": "24h", "service_tier": "flex", "metadata": {"a": "b"}}
+    hints: dict[str, Any] = {"store": True, "prompt_cache_retention": "24h", "service_tier": "flex"}
+    hints |= {"metadata": {"a": "b"}, "prompt_cache_options": {"mode": "implicit", "ttl": "30m"}}
     if path == CHAT:
         hints["verbosity"] = "low"
     async with local_client(tmp_path) as (client, _):

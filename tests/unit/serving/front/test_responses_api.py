@@ -234,6 +234,7 @@ async def test_a_call_that_must_be_made_is_answered_and_gone_on_from(served: Ser
     again = await served.client.responses.retrieve(response.id)
     assert again.output[0].call_id == call.call_id
     answer = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}
+    answer["caller"] = {"type": "direct"}
     on = await served.client.responses.create(
         input=[answer], previous_response_id=response.id, tools=[WEATHER], **GREEDY
     )
