@@ -64,7 +64,8 @@ class TurnStream:
     ) -> None:
         self._response.close()
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Chunk]:
+        """The chunks with text or a thought."""
         splitter = EventSplitter()
         try:
             for data in self._response.iter_bytes():
@@ -73,8 +74,8 @@ class TurnStream:
                     chunk = parse_event(payload)
                     if chunk is not None:
                         self._note(chunk, now_s)
-                        if chunk.text:
-                            yield chunk.text
+                        if chunk.text or chunk.thought:
+                            yield chunk
         except (httpx.HTTPError, ValueError) as error:
             raise ServerError(f"the stream broke off: {error or type(error).__name__}") from error
         if self.finish_reason is None:

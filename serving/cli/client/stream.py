@@ -25,9 +25,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One streamed event. `carries_token` is False for events such as the opening role and the closing usage."""
+    """One streamed event. `carries_token` is False for events such as the opening role and the closing usage. `thought`
+    is text of the model's reasoning, which is no part of its answer."""
 
     text: str = ""
+    thought: str = ""
     token_ids: tuple[int, ...] = ()
     carries_token: bool = False
     finish_reason: str | None = None
@@ -65,17 +67,20 @@ def parse_event(payload: str) -> Chunk | None:
 
 def _parse_choice(choice: dict[str, Any], usage: Usage | None) -> Chunk:
     delta = choice.get("delta") or {}
-    pieces = (choice.get("text"), delta.get("reasoning_content"), delta.get("content"))
+    thought = delta.get("reasoning_content", delta.get("reasoning"))  # vLLM's newer name
+    pieces = (choice.get("text"), delta.get("content"))
     text = "".join(piece for piece in pieces if piece)
     finish_reason = choice.get("finish_reason")
     # Some servers send a token whose text is held back (half of a character) as empty text: it is a token.
     # The opening chunk of a chat has empty text too, but names the role.
-    held_back = "role" not in delta and finish_reason is None and any(piece is not None for piece in pieces)
+    told = any(piece is not None for piece in (*pieces, thought))
+    held_back = "role" not in delta and finish_reason is None and told
     token_ids = tuple(choice.get("token_ids") or ())
     return Chunk(
         text=text,
+        thought=thought or "",
         token_ids=token_ids,
-        carries_token=bool(text) or bool(token_ids) or held_back,
+        carries_token=bool(text) or bool(thought) or bool(token_ids) or held_back,
         finish_reason=finish_reason,
         usage=usage,
     )

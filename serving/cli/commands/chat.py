@@ -136,10 +136,22 @@ def _run_turn(console: Console, conversation: Conversation, text: str, run_turn:
 
 
 def _print_turn(console: Console, conversation: Conversation, text: str) -> None:
-    """Prints the answer as it comes, then its timing. Control characters of the model do not reach a terminal."""
+    """Prints the thoughts, dim, and the answer as they come, then its timing. Control characters of the model do not
+    reach a terminal."""
+
+    def show(piece: str, style: str | None = None) -> None:
+        if piece:
+            console.print(
+                printable(piece) if console.is_terminal else piece, end="", markup=False, style=style
+            )
+
     with conversation.turn(text) as stream:
-        for piece in stream:
-            console.print(printable(piece) if console.is_terminal else piece, end="", markup=False)
+        thinks = False
+        for chunk in stream:
+            show("\n" if thinks and not chunk.thought else "")
+            thinks = bool(chunk.thought)
+            show(chunk.thought, "dim")
+            show(chunk.text)
     console.print()
     if stream.timing is not None:
         console.print(_summary(stream.timing), style="dim")
@@ -148,12 +160,13 @@ def _print_turn(console: Console, conversation: Conversation, text: str) -> None
 def _print_turn_as_json(_console: Console, conversation: Conversation, text: str) -> None:
     """Prints the turn once it has ended; what neither server nor turn tells is null."""
     with conversation.turn(text) as stream:
-        said = "".join(stream)
+        chunks = list(stream)
     timing = stream.timing
     usage = None if timing is None else timing.usage
     told = {
         "session_id": conversation.session_id,
-        "text": said,
+        "text": "".join(chunk.text for chunk in chunks),
+        "reasoning": "".join(chunk.thought for chunk in chunks) or None,
         "finish_reason": stream.finish_reason,
         "prompt_tokens": None if usage is None else usage.prompt_tokens,
         "cached_tokens": None if usage is None else usage.cached_tokens,

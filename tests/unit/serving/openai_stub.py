@@ -29,6 +29,8 @@ class Stub:
     fails_with: int | None = None
     breaks_off: bool = False
     default_tokens: int = 4
+    thinks_tokens: int = 0
+    """So many tokens of a chat's answer are thoughts."""
     word: str = "w"
     bodies: list[dict[str, Any]] = field(default_factory=list)
     session_ids: list[str | None] = field(default_factory=list)
@@ -112,7 +114,8 @@ class Stub:
                 count = min(self.tokens_per_chunk, output - done)
                 words = "".join(f" {self.word}{number}" for number in range(done, done + count))
                 choice: dict[str, Any] = {"index": 0, "finish_reason": None}
-                choice |= {"delta": {"content": words}} if chat else {"text": words}
+                field = "reasoning_content" if done < self.thinks_tokens else "content"
+                choice |= {"delta": {field: words}} if chat else {"text": words}
                 if body.get("return_token_ids") and self.returns_token_ids:
                     choice["token_ids"] = list(range(50 + done, 50 + done + count))
                 done += count

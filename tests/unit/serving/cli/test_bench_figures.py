@@ -144,7 +144,8 @@ def test_events_are_put_together_from_any_split():
         ('{"choices":[{"delta":{"content":""},"finish_reason":null}]}', Chunk(carries_token=True)),
         ('{"choices":[{"delta":{},"finish_reason":"stop"}]}', Chunk(finish_reason="stop")),
         ('{"choices":[{"delta":{"content":""},"finish_reason":"stop"}]}', Chunk(finish_reason="stop")),
-        ('{"choices":[{"delta":{"reasoning_content":"r"}}]}', Chunk(text="r", carries_token=True)),
+        ('{"choices":[{"delta":{"reasoning_content":"r"}}]}', Chunk(thought="r", carries_token=True)),
+        ('{"choices":[{"delta":{"reasoning":"r"}}]}', Chunk(thought="r", carries_token=True)),
         (
             '{"choices":[{"text":"a","token_ids":[5],"finish_reason":"length"}]}',
             Chunk(text="a", token_ids=(5,), carries_token=True, finish_reason="length"),

@@ -198,6 +198,7 @@ def test_for_programs_each_turn_is_a_line():
     assert first == {
         "session_id": "s1",
         "text": " w0 w1 w2 w3",
+        "reasoning": None,
         "finish_reason": "length",
         "prompt_tokens": 2,
         "cached_tokens": 0,
@@ -205,6 +206,15 @@ def test_for_programs_each_turn_is_a_line():
     }
     assert second["cached_tokens"] == 6
     assert "s1 stays open" in result.stderr
+
+
+def test_thoughts_are_no_part_of_the_answer():
+    """They were glued to it, and `kedge bench` sent them back as what the assistant had said."""
+    with running(Stub(thinks_tokens=2)) as stub:
+        shown = chat(stub, "one\n").output
+        told = json.loads(chat(stub, "one\n", "--json").stdout)
+    assert " w0 w1\n w2 w3\nTTFT" in shown
+    assert (told["reasoning"], told["text"], told["completion_tokens"]) == (" w0 w1", " w2 w3", 4)
 
 
 def test_for_programs_a_server_without_figures_has_null():
