@@ -41,6 +41,7 @@ from controllers.records import (
 )
 from controllers.replicas import ReplicaDirectory, ReplicaState
 from controllers.session_claims import SessionClaims
+from controllers.session_ends import SessionEnds
 from controllers.session_keys import id_in, named, session_key
 from controllers.session_notes import SessionNotes
 from controllers.session_reports import ReportReader
@@ -51,8 +52,6 @@ FIRST_EPOCH = 1
 _SESSION_ID_BYTES = 16
 _OPEN_KEY_BYTES = 16
 _TOUCH_LOG_AFTER_S = 30.0
-_EXPIRE_INTERVAL_S = 1.0
-_FORGET_REPLICA_AFTER_S = 3600.0
 _LATE_AFTER = 1 / 3
 """A heartbeat is late after this share of the replica timeout. Settings make heartbeats more frequent than that."""
 
@@ -87,8 +86,17 @@ class Cluster:
         self.commits = Commits(self._ledger, self._claims, store, self._stats)
         self.notes = SessionNotes(self._ledger, self._claims, store, self._stats)
         self._rebalancing = self._rebalancing_by(settings)
-        self._started_s = attended()
-        self._next_expiry_s = 0.0
+        self._ends = SessionEnds(
+            self._ledger,
+            self._claims,
+            self._replicas,
+            self._reports,
+            store,
+            self._stats,
+            self.watch,
+            clock,
+            attended,
+        )
 
     def tick(self) -> None:
         """Tells the clock that calls can run, so that no replica counts as silent while none could. Also removes
@@ -311,7 +319,7 @@ class Cluster:
                 self._claims.claim(key, replica_id="")
             if open_key not in (None, self._ledger.get(key).open_key):
                 return False
-            closed = self._forget(key, "")
+            closed = self._ends.end(key)
         except SessionNotFound:
             return False
         except SessionTakenOver:
@@ -330,21 +338,8 @@ class Cluster:
         self._ledger.close_after(session_id, turn_key)
 
     def expire_idle(self) -> list[str]:
-        """Ends sessions that are past their idle timeout or to be closed, if no owner will end them. Returns their ids.
-
-        An owner that reports a session ends it itself. After a restart of the controller, nothing expires before owners
-        have had time to report. Sessions of clusters that are gone also end here.
-        """
-        now_s = self._clock()
-        self._forget_gone()
-        idle = self._claims.refresh(self._ledger.expires_at_s, now_s)
-        if self._attended() - self._started_s <= self._settings.replica_timeout_s:
-            return self._end(idle)
-        past_timeout = self._ledger.past_timeout(now_s)
-        expired = self._end([*idle, *(each.session_id for each in past_timeout if self._unused(each, now_s))])
-        soonest_s = self._ledger.soonest_expiry_s()
-        self._next_expiry_s = max(now_s if soonest_s is None else soonest_s, now_s + _EXPIRE_INTERVAL_S)
-        return expired
+        """Ends idle sessions that no owner will end, see SessionEnds.expire_idle."""
+        return self._ends.expire_idle(self._settings.replica_timeout_s)
 
     def sessions(
         self, tenant: str | None = None, after: str | None = None, limit: int | None = None
@@ -401,26 +396,6 @@ class Cluster:
                     self._store.touch(session_id, self._clock())
         return _assignment(self._ledger.touch(session_id), fresh=claimed or moves)
 
-    def _unused(self, entry: LedgerEntry, now_s: float) -> bool:
-        """Whether no owner holds a session that is past its timeout. An owner ends the sessions that it holds."""
-        owner_gone = self._replicas.gone(entry.replica_id)
-        if entry.reported_s is not None and not owner_gone:
-            return False
-        if not entry.in_turn:
-            return True
-        # The owner went away during a turn that it had reported. The timeout begins when the owner was last heard.
-        used_s = now_s - self._replicas.silence_s(entry.replica_id)
-        if used_s > entry.last_used_s:
-            entry = self._ledger.touch(entry.session_id, used_s)
-        return self._ledger.expires_at_s(entry) < now_s
-
-    def _forget_gone(self) -> None:
-        for replica_id in self._reports.replicas():
-            if self._replicas.gone(replica_id):
-                self._reports.forget(replica_id)
-        self._stats.count("replicas_lost", self._replicas.newly_lost())
-        self._replicas.forget_silent(_FORGET_REPLICA_AFTER_S)
-
     def _must_move(self, entry: LedgerEntry) -> bool:
         owner = entry.replica_id
         if self._replicas.ended(owner):
@@ -466,34 +441,14 @@ class Cluster:
     def _make_room(self, tenant: str, copied_tokens: int = 0) -> None:
         """Raises Overloaded if neither the cluster nor the tenant may have another session."""
         now_s = self._clock()
-        if len(self._ledger) >= self._settings.max_sessions and now_s >= self._next_expiry_s:
+        if len(self._ledger) >= self._settings.max_sessions and now_s >= self._ends.next_expiry_s:
             self.expire_idle()
         admit_to_tenant(self._ledger.use_of(tenant), self._settings, copied_tokens=copied_tokens)
-        admit_session(len(self._ledger), self._settings.max_sessions, self._next_expiry_s - now_s)
+        admit_session(len(self._ledger), self._settings.max_sessions, self._ends.next_expiry_s - now_s)
 
     def _rebalancing_by(self, settings: ClusterSettings) -> Rebalancing | None:
         rebalancing = settings.rebalancing
         return None if rebalancing is None else Rebalancing(rebalancing, self._attended)
-
-    def _end(self, idle: Sequence[str]) -> list[str]:
-        """Ends those of the sessions that are still this cluster's. Returns their ids."""
-        ended = []
-        for session_id in idle:
-            try:
-                if self._forget(session_id, "idle timeout"):
-                    ended.append(session_id)
-            except SessionTakenOver:
-                continue
-        self._stats.count("sessions_expired", len(ended))
-        return ended
-
-    def _forget(self, session_id: str, why: str) -> bool:
-        """Deletes the session. False if it was not in the log any more."""
-        with self._claims.changing(session_id), self._stats.timed("close"):
-            closed = self._store.close(session_id)
-        self._ledger.expire(session_id)
-        self.watch.closed(session_id, why)
-        return closed
 
 
 def _assignment(entry: LedgerEntry, *, fresh: bool) -> Assignment:

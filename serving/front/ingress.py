@@ -151,7 +151,8 @@ class Ingress:
         """Ends idle sessions that have no owner; owners end their own. It is harmless to do this twice."""
 
         async def expire_idle() -> None:
-            await controller.expire_idle()
+            while await controller.expire_idle():  # a call ends some of them
+                pass
 
         self._tasks.every(EXPIRE_INTERVAL_S, expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)
 

@@ -7,6 +7,7 @@ import pytest
 from manual_clock import ManualClock
 from store_turns import commit_turn
 
+from controllers import session_ends
 from controllers.cluster import Cluster
 from controllers.errors import (
     ControllerError,
@@ -405,6 +406,19 @@ def test_loading_counts_as_use(world: World) -> None:
     world.beat("a", "b")
     world.cluster.load_session("s", 1, opened.replica_id)
     assert world.cluster.expire_idle() == []
+
+
+def test_one_call_ends_some_sessions_and_the_next_one_the_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a night without a cluster, one call ended a hundred thousand sessions, and held up all others."""
+    monkeypatch.setattr(session_ends, "MOST_ENDED_AT_ONCE", 3)
+    for number in range(5):
+        world.cluster.open_session(f"s{number}", "", None, None)
+    world.clock.advance(IDLE_S + 1)
+    world.beat("a", "b")
+    assert [len(world.cluster.expire_idle()) for _ in range(3)] == [3, 2, 0]
+    assert world.cluster.sessions() == list(world.store.load_all_entries()) == []
 
 
 def test_a_move_is_no_use_and_a_takeover_is_one(world: World) -> None:
