@@ -162,8 +162,8 @@ class ClusterClient:
         return replace(answer, session_id=child_id)
 
     async def rewind_session(self, session_id: str, length: int, *, tenant: str) -> None:
-        key = session_key(tenant, session_id)
-        await self._dispatcher.ask_owner(key, lambda epoch: RewindSession(key, epoch, length))
+        key, once = session_key(tenant, session_id), f"{CALL_KEY}{uuid.uuid4().hex}"
+        await self._dispatcher.ask_owner(key, lambda epoch: RewindSession(key, epoch, length, once))
 
     async def move_session(self, session_id: str, to: str | None, *, tenant: str) -> MovedSession:
         key = session_key(tenant, session_id)

@@ -239,7 +239,7 @@ class LLMReplica:
             case ForkSession():
                 return await self._host.fork(call.parent_id, call.epoch, call.order)
             case RewindSession():
-                return await self._turns.rewind(call.session_id, call.epoch, call.length)
+                return await self._turns.rewind(call)
             case MoveSession():
                 return await self._moves.move(call)
             case KeepNote():

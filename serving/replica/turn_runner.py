@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from controllers.errors import (
     ControllerError,
@@ -43,7 +43,7 @@ from serving.replica.turn_request import RequestBuilder
 from serving.replica.unnamed_sessions import UnnamedSessions
 from serving.trace.turn_traces import UNTRACED, ReplicaTraces
 from serving.watch.metrics import ReplicaMetrics
-from serving.wire.calls import KeepNote
+from serving.wire.calls import KeepNote, RewindSession
 from serving.wire.errors import REPLICA_LOST, error_event, unavailable
 from serving.wire.transcripts import encode_said
 from serving.wire.turn_events import merge_events
@@ -52,6 +52,7 @@ from serving.wire.versions import mismatch
 
 logger = logging.getLogger(__name__)
 
+R = TypeVar("R")
 Emit = Callable[[TurnEvent], None]
 
 LOOK_UP_S = 2.0
@@ -96,7 +97,7 @@ class TurnRunner:
         self._traces = traces
         self._numbers = itertools.count(1)
         self._live: dict[str, LiveTurn] = {}
-        self._ending: dict[tuple[str, str], asyncio.Task[TurnEvent]] = {}  # by session and key
+        self._ending: dict[tuple[str, str], asyncio.Task[Any]] = {}  # by session and key
         self._leaving: dict[str, asyncio.Task[Any]] = {}  # by session: its client has left
         self._overlaps = Overlaps()
 
@@ -151,14 +152,20 @@ class TurnRunner:
             logger.warning("abort: the engine has stopped, which ends every request")
         return len(chosen)
 
-    async def rewind(self, session_id: str, epoch: int, length: int) -> None:
-        """Keeps the first `length` committed tokens: commits an empty turn that starts there. A rewind that has begun
-        completes even if the caller is cancelled. Raises ControllerError."""
-        await self._ended(session_id, None)
-        await self._host.hold(session_id, epoch)
-        turn = self._sessions.begin_turn(session_id, epoch, rewind_to=length, cuttable=True)
-        assert isinstance(turn, Turn)
-        await self._tasks.outcome(self._tasks.start(self._say_nothing(turn)))
+    async def rewind(self, call: RewindSession) -> None:
+        """Keeps the first committed tokens: commits an empty turn that starts behind them, once per key. A rewind that
+        has begun completes even if the caller is cancelled. Raises ControllerError."""
+        await self._ended(call.session_id, call.key)
+        await self._host.hold(call.session_id, call.epoch)
+        turn = self._sessions.begin_turn(
+            call.session_id,
+            call.epoch,
+            rewind_to=call.length,
+            idempotency_key=call.key or None,
+            cuttable=True,
+        )
+        if isinstance(turn, Turn):
+            await self._tasks.outcome(self._ends(turn, self._say_nothing(turn)))
 
     async def keep_note(self, call: KeepNote) -> None:
         """Commits an empty turn with a note, once per key. Like a rewind it completes if the caller is cancelled.
@@ -174,7 +181,7 @@ class TurnRunner:
         )
         if isinstance(turn, Turn):
             said = encode_said(SaidTurn(note=call.note))
-            await self._tasks.outcome(self._tasks.start(self._say_nothing(turn, said)))
+            await self._tasks.outcome(self._ends(turn, self._say_nothing(turn, said)))
 
     async def _say_nothing(self, turn: Turn, said: bytes = b"") -> None:
         record = self._sessions.prepare_commit(turn, (), (), b"", note=said)
@@ -342,8 +349,11 @@ class TurnRunner:
 
     def _end(self, live: LiveTurn) -> asyncio.Task[TurnEvent]:
         """Starts the task that ends a turn after its final delta. It goes on if the client leaves."""
-        ending = self._tasks.start(self._settle(live))
-        turn = live.named
+        return self._ends(live.named, self._settle(live))
+
+    def _ends(self, turn: Turn | None, end: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        """Starts `end`, for which a turn of the same session and key waits."""
+        ending = self._tasks.start(end)
         if turn is not None and turn.idempotency_key is not None:
             key = (turn.session_id, turn.idempotency_key)
             self._ending[key] = ending

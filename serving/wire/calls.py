@@ -60,11 +60,13 @@ class ForkSession(Call, frozen=True, tag="fork_session"):
 
 
 class RewindSession(Call, frozen=True, tag="rewind_session"):
-    """Keeps the first `length` tokens of a session that is owned at `epoch`."""
+    """Keeps the first `length` tokens of a session that is owned at `epoch`. Repeated calls with the same `key` do so
+    once."""
 
     session_id: str
     epoch: int
     length: int
+    key: str = ""
 
 
 class MoveSession(Call, frozen=True, tag="move_session"):

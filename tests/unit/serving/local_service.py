@@ -36,7 +36,7 @@ from serving.watch.audit_reply import cluster_audit, replica_audit
 from serving.watch.cluster_state import Look
 from serving.watch.metrics import IngressMetrics
 from serving.watch.page import cluster_page
-from serving.wire.calls import KeepNote, MoveSession
+from serving.wire.calls import KeepNote, MoveSession, RewindSession
 from serving.wire.errors import error_info, told_to_clients
 from serving.wire.transcripts import transcript_of
 from serving.wire.turns import (
@@ -141,7 +141,8 @@ class LocalService:
     async def rewind_session(self, session_id: str, length: int, *, tenant: str) -> None:
         key = session_key(tenant, session_id)
         with told_to_clients():
-            await self.rig.turns.rewind(key, self._epoch(key, create=False), length)
+            epoch = self._epoch(key, create=False)
+            await self.rig.turns.rewind(RewindSession(key, epoch, length, uuid.uuid4().hex))
 
     async def move_session(self, session_id: str, to: str | None, *, tenant: str) -> MovedSession:
         key = session_key(tenant, session_id)

@@ -33,7 +33,7 @@ from engine.api import (
 )
 from serving.replica import session_host
 from serving.replica.replica import execution_line, replica_figures
-from serving.wire.calls import KeepNote
+from serving.wire.calls import KeepNote, RewindSession
 from serving.wire.transcripts import transcript_of
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, call, running_rig, tokens_of
@@ -164,6 +164,23 @@ async def test_a_note_is_a_turn_that_says_nothing(rig: Rig) -> None:
     notes = [transcript_of(note) for note in rig.controller.cluster.notes.page("s", "")]
     assert [note.said.note for note in notes] == [b"first", b"", b"second", b""]
     assert (notes[2].start_len, notes[2].end_len) == (len(history), len(history))
+
+
+async def test_a_rewind_that_is_repeated_is_one_rewind(rig: Rig) -> None:
+    """Front ends repeat a call whose answer was lost. The second one cut off what was committed between the two."""
+    epoch = rig.open_session("s")
+    await rig.run(call([1, 2], "s"), epoch)
+    order = RewindSession("s", epoch, 3, "k")
+    rig.controller.gate.clear()
+    both = [asyncio.create_task(rig.turns.rewind(order)) for _ in range(2)]
+    await rig.asked_controller(1)
+    rig.controller.gate.set()
+    await asyncio.gather(*both)
+    assert (rig.sessions.committed_len("s"), rig.controller.cluster.session("s").turns) == (3, 2)
+    await rig.run(call([5], "s"), epoch)
+    committed = rig.sessions.committed_len("s")
+    await rig.turns.rewind(order)
+    assert (rig.sessions.committed_len("s"), rig.controller.cluster.session("s").turns) == (committed, 3)
 
 
 async def test_no_note_is_kept_while_a_turn_runs(rig: Rig) -> None:
