@@ -38,6 +38,7 @@ from serving.front.api.responses.store import (
 )
 from serving.front.api.responses.stream import CharacterNumbers, EventNumbers, ResponseEncoder
 from serving.front.api.responses.tools import OfferedTools, offered_tools
+from serving.front.api.responses.tried_again import first_try
 from serving.front.api.responses.turns import ResponseTurns
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
@@ -64,9 +65,11 @@ async def create_response(
     service: Service,
     background: Background,
     tenant: Tenant,
-    x_stainless_retry_count: RetriesHeader = None,  # noqa: ARG001
+    x_stainless_retry_count: RetriesHeader = None,
 ) -> Response:
     check_stream_options(body)
+    if x_stainless_retry_count and (made := await first_try(service, body, tenant)) is not None:
+        return await get_response(made, service, background, tenant, stream=body.stream)
     priority = engine_priority(request.app.state.request_priority, lower_first=body.priority)
     asked = await asked_response(body, service, tenant, priority)
     if body.is_background:

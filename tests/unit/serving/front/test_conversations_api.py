@@ -45,6 +45,31 @@ async def texts(client: openai.AsyncOpenAI, conversation_id: str, **options: Any
     return [item.content[0].text async for item in page]  # type: ignore[union-attr]
 
 
+async def test_a_call_that_is_tried_again_adds_nothing_to_its_conversation(served: Served) -> None:
+    """The client counts its tries. After a lost answer the conversation had everything twice."""
+    again = {"x-stainless-retry-count": "1"}
+    conversation = await served.client.conversations.create(items=[user("zero")])
+    named: Any = {"conversation": conversation.id, "extra_headers": again}
+    first = await served.ask("one", **named)
+    repeated = await served.ask("one", **named)
+    assert (repeated.id, repeated.output_text) == (first.id, first.output_text)
+    stream = await served.client.responses.create(input="one", stream=True, **named, **GREEDY)
+    events = [event async for event in stream]
+    assert events[0].type == "response.created", "a stream and a whole answer are asked for differently"
+    said_so_far = await texts(served.client, conversation.id)
+    assert said_so_far[:3] == ["zero", "one", first.output_text]
+    assert len(said_so_far) == 5
+    replayed = [
+        event
+        async for event in await served.client.responses.create(input="one", stream=True, **named, **GREEDY)
+    ]
+    assert replayed[-1].response.id == events[-1].response.id  # type: ignore[union-attr]
+    other = await served.ask("two", **named)
+    meant = await served.ask("two", conversation=conversation.id)
+    assert len({first.id, other.id, meant.id}) == 3
+    assert len(await texts(served.client, conversation.id)) == 9
+
+
 async def test_a_response_may_answer_what_is_there_already(served: Served) -> None:
     """An input was required. OpenAI's client does not require it."""
     conversation = await served.client.conversations.create(items=[user("zero")])
