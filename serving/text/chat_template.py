@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from engine.api import InvalidRequest
+from serving.text.message_form import MessageForm
 from serving.text.system_messages import (
     DEVELOPER,
     INSTRUCTING,
@@ -90,6 +91,8 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         own = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved = frozenset(own) | {"messages", "bos_token", "eos_token"}
+        self._form = MessageForm()
+        self._form = MessageForm.of(lambda messages: self._render(messages, {}))
         self._developers = DEVELOPER in self.text_with_tools
         """Whether the template names this role. A template that writes any role it is given does not know the role."""
         self._first_system_shown = self._shows_first_system()
@@ -247,7 +250,7 @@ class ChatTemplate:
             raise InvalidRequest(f"{name!r} cannot be set for the chat template.", "chat_template_kwargs")
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages),
+                list(self._form.shaped(messages)),
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=answers,

@@ -55,6 +55,34 @@ def opening(text: TextProcessor, *messages: dict[str, object]) -> str:
     return text_of(text.encode_prompt(ChatPrompt(messages, tools=(WEATHER,))))
 
 
+THINKING = (
+    "{% for message in messages %}{% if message.tool_calls %}"
+    "{% if message.content and message.thinking %}{{ raise_exception('both') }}{% endif %}"
+    "[{{ message.thinking or message.content }}]{{ message.tool_calls[0].function.name }};"
+    "{% else %}{{ message.role }}:{{ message.content }};{% endif %}{% endfor %}"
+)
+TEXT_ARGUMENTS = (
+    "{% for message in messages %}{% if message.tool_calls %}"
+    "{{ message.tool_calls[0].function.name + '(' + message.tool_calls[0]['function']['arguments'] + ');' }}"
+    "{% else %}{{ message.role }}:{{ message.content }};{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "written"),
+    [
+        (THINKING, "", "[Hm.]get_weather;"),
+        (THINKING, "I will look.", "[Hm.\n\nI will look.]get_weather;"),
+        (TEXT_ARGUMENTS, "", 'get_weather({"city": "Bern"});'),
+    ],
+)
+def test_calls_have_the_form_that_the_template_takes(template: str, said: str, written: str) -> None:
+    """Histories with calls were refused: 400 chat_template_error."""
+    called = CALLED | {"reasoning_content": "Hm.", "content": said}
+    expected = f"user:What is the weather in Bern?;{written}tool:sunny;"
+    assert opening(processor(template), ASKED, called, RESULT) == expected
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_format_is_read_off_the_template(name: FormatName) -> None:
     text = processor(TEMPLATES[name])
