@@ -71,10 +71,12 @@ class Membership:
             self._on_gone(name)
 
     async def find(self, replica_id: str) -> ReplicaStatus | None:
-        """The status of a replica. If it is unknown it may be new: the controller is asked again first."""
+        """The status of a replica. If it is unknown it may be new: the controller is asked again first. No replica is
+        taken for gone by that."""
         if replica_id not in self._known:
             try:
-                await self.look()
+                listed = await self._controller.replicas()
+                self._known |= {status.replica_id: self._reported(status) for status in listed}
             except ControllerError as error:
                 logger.warning("the controller does not tell who is there: %s", error)
         return self.status(replica_id)

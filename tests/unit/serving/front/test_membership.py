@@ -19,7 +19,7 @@ class Controller:
         self.away = False
         self.has_heard_all = True
 
-    async def replicas(self, all_heard: bool) -> list[ReplicaStatus]:
+    async def replicas(self, all_heard: bool = False) -> list[ReplicaStatus]:
         if self.away or (all_heard and not self.has_heard_all):
             raise NoAnswer("away")
         return self.statuses
@@ -79,10 +79,13 @@ async def test_a_controller_that_has_just_started_lets_no_replica_go() -> None:
     controller.statuses.clear()
     with pytest.raises(NoAnswer):
         await membership.look()
-    assert (membership.present, gone) == (("a",), [])
+    controller.statuses.append(status("b"))
+    assert await membership.find("b") == status("b")
+    controller.statuses.clear()
+    assert (membership.present, gone) == (("a", "b"), [])
     controller.has_heard_all = True
     await membership.look()
-    assert (membership.present, gone) == ((), ["a"])
+    assert (membership.present, gone) == ((), ["a", "b"])
 
 
 async def test_the_less_loaded_is_picked_and_what_was_sent_there_counts() -> None:
