@@ -14,6 +14,7 @@ from serving.front.api.openai.answers import AnswerPart
 from serving.front.api.openai.tools_schema import CallDelta
 from serving.front.api.reply_json import Reply
 from serving.front.api.turn_streams import TurnResult
+from serving.text.answer_pieces import Thought
 from serving.wire.turns import ErrorInfo, ServiceError, TurnEvent, TurnFinish
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -98,11 +99,13 @@ def stop_of(finish: TurnFinish) -> tuple[StopReason, str | None]:
 
 def blocks_of(part: AnswerPart) -> list[Block]:
     """The blocks of a whole answer."""
-    blocks: list[Block] = [ThinkingReply(thinking=part.reasoning)] if part.reasoning else []
-    for piece in part.in_order():
+    blocks: list[Block] = []
+    for piece in part.pieces:
         if isinstance(piece, CallDelta):
             blocks.append(tool_use_block(piece, _input_of(piece.function.arguments)))
-        else:
+        elif isinstance(piece, Thought):
+            blocks.append(ThinkingReply(thinking=piece.text))
+        elif piece:
             blocks.append(TextReply(text=piece))
     return blocks
 

@@ -21,6 +21,7 @@ from serving.front.api.messages.replies import (
 from serving.front.api.openai.answers import AnswerPart, AnswerReader
 from serving.front.api.openai.tools_schema import CallDelta
 from serving.front.api.sse import typed_event
+from serving.text.answer_pieces import Thought
 from serving.wire.turns import ErrorInfo, TurnEvent
 
 Event = dict[str, Any]
@@ -91,13 +92,13 @@ class BlockEvents:
         self._num_blocks = 0
 
     def add(self, part: AnswerPart) -> Iterator[Event]:
-        if part.reasoning:
-            yield from self._in(_Open(ThinkingReply), ThinkingReply(thinking=""))
-            yield self._delta({"type": "thinking_delta", "thinking": part.reasoning})
-        for piece in part.in_order():
+        for piece in part.pieces:
             if isinstance(piece, CallDelta):
                 yield from self._call(piece)
-            else:
+            elif isinstance(piece, Thought):
+                yield from self._in(_Open(ThinkingReply), ThinkingReply(thinking=""))
+                yield self._delta({"type": "thinking_delta", "thinking": piece.text})
+            elif piece:
                 yield from self._in(_Open(TextReply), TextReply(text=""))
                 yield self._delta({"type": "text_delta", "text": piece})
 

@@ -54,50 +54,59 @@ def answer_fields(model: ModelInfo, held: HeldAnswer | None, tools: ToolUse | No
     }
 
 
+AnswerPiece = str | Thought | CallDelta
+"""Content, a thought before it, or a call."""
+
+
 @dataclass(slots=True)
 class AnswerPart:
-    """What an event adds to a choice, or the whole choice. There is at most one delta for each call: some clients merge
-    the deltas of a chunk by their position."""
+    """What an event adds to a choice, or the whole choice: its pieces in the order in which they came. There is at most
+    one delta for each call: some clients merge the deltas of a chunk by their position."""
 
-    content: str | None = None
-    calls: list[CallDelta] = field(default_factory=list)
-    reasoning: str | None = None
-    """What the model thought before its answer, if its format separates the two."""
+    pieces: list[AnswerPiece] = field(default_factory=list)
 
-    places: list[int] = field(default_factory=list)
-    """For each call, how many characters of the content came before it."""
+    @property
+    def content(self) -> str | None:
+        texts = [piece for piece in self.pieces if isinstance(piece, str)]
+        return "".join(texts) if texts else None
+
+    @property
+    def reasoning(self) -> str | None:
+        """What the model thought before its answer, if its format separates the two."""
+        thoughts = [piece.text for piece in self.pieces if isinstance(piece, Thought)]
+        return "".join(thoughts) if thoughts else None
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        return [piece for piece in self.pieces if isinstance(piece, CallDelta)]
 
     @property
     def content_alone(self) -> str | None:
         """The content, if there is nothing else; otherwise None."""
-        return None if self.calls or self.reasoning is not None else self.content
-
-    def in_order(self) -> list[str | CallDelta]:
-        """Content and calls in the order in which they came."""
-        content, said = self.content or "", 0
-        pieces: list[str | CallDelta] = []
-        for call, place in zip(self.calls, self.places, strict=True):
-            pieces += [content[said:place], call]
-            said = place
-        return [piece for piece in (*pieces, content[said:]) if piece]
+        return self.content if all(isinstance(piece, str) for piece in self.pieces) else None
 
     def add(self, piece: Piece, scope: str) -> None:
+        last = self.pieces[-1] if self.pieces else None
         if isinstance(piece, str):
-            self.content = f"{self.content or ''}{piece}"
+            if isinstance(last, str):
+                self.pieces[-1] = last + piece
+            else:
+                self.pieces.append(piece)
         elif isinstance(piece, Thought):
-            self.reasoning = f"{self.reasoning or ''}{piece.text}"
+            if isinstance(last, Thought):
+                self.pieces[-1] = Thought(last.text + piece.text)
+            else:
+                self.pieces.append(piece)
         elif piece.name is not None:
             function = FunctionDelta(name=piece.name, arguments=piece.arguments)
             call_id = piece.call_id or _call_id(scope, piece.index)
-            self._begin(CallDelta(index=piece.index, id=call_id, type="function", function=function))
-        elif self.calls and self.calls[-1].index == piece.index:
-            self.calls[-1].function.arguments += piece.arguments
+            self.pieces.append(CallDelta(index=piece.index, id=call_id, type="function", function=function))
+        elif isinstance(last, CallDelta) and last.index == piece.index:
+            last.function.arguments += piece.arguments
         else:
-            self._begin(CallDelta(index=piece.index, function=FunctionDelta(arguments=piece.arguments)))
-
-    def _begin(self, call: CallDelta) -> None:
-        self.calls.append(call)
-        self.places.append(len(self.content or ""))
+            self.pieces.append(
+                CallDelta(index=piece.index, function=FunctionDelta(arguments=piece.arguments))
+            )
 
 
 class AnswerReader:
@@ -115,7 +124,7 @@ class AnswerReader:
     def read(self, output: TurnEvent | TurnResult) -> AnswerPart:
         """What the choice's next event, or the whole choice, adds."""
         if self._tools is None and self._reasoning is None:
-            return AnswerPart(output.text)
+            return AnswerPart([output.text])
         if self._parser is None:
             self._parser = self._parser_of(output)
         pieces = self._parser.push(output.text)

@@ -14,6 +14,7 @@ from serving.front.api.openai.tools_schema import CallDelta
 from serving.front.api.responses.items import Json, response_scope
 from serving.front.api.responses.reasoning import encoded_thought
 from serving.front.api.responses.tools import OfferedTool, OfferedTools
+from serving.text.answer_pieces import Thought
 
 Event = dict[str, Any]
 Status = Literal["completed", "incomplete"]
@@ -52,15 +53,15 @@ class OutputItems:
     def add(self, part: AnswerPart, logprobs: Iterable[msgspec.Raw] = ()) -> Iterator[Event]:
         """The events for the next part of the answer. `logprobs`: JSON of the log-probabilities of its tokens."""
         self._logprobs += logprobs
-        if part.reasoning:
-            yield from self._in("reasoning", None, None)
-            yield from self._push(part.reasoning)
-        for piece in part.in_order():
+        for piece in part.pieces:
             if isinstance(piece, CallDelta):
                 yield from self._in("call", piece.index, piece)
                 if piece.function.arguments:
                     yield from self._push(piece.function.arguments)
-            else:
+            elif isinstance(piece, Thought):
+                yield from self._in("reasoning", None, None)
+                yield from self._push(piece.text)
+            elif piece:
                 yield from self._in("message", None, None)
                 yield from self._push(piece)
 

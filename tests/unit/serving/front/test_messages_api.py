@@ -16,6 +16,7 @@ from serving.front.api.messages.schema import MessagesBody
 from serving.front.api.messages.stream import BlockEvents
 from serving.front.api.openai.answers import AnswerPart
 from serving.front.http import create_http_app
+from serving.text.answer_pieces import Thought
 from serving.wire.turns import TurnFinish
 from tests.unit.serving.front.test_bad_bodies import json_values
 from tests.unit.serving.front.test_tool_answers import TellingService
@@ -109,8 +110,8 @@ def test_thinking_is_for_the_template(fields: dict[str, Any], kwargs: dict[str, 
 
 def test_thoughts_are_a_block_of_their_own() -> None:
     blocks = BlockEvents()
-    events = [*blocks.add(AnswerPart(reasoning="h")), *blocks.add(AnswerPart(reasoning="m"))]
-    events += [*blocks.add(AnswerPart("so")), *blocks.end()]
+    events = [*blocks.add(AnswerPart([Thought("h")])), *blocks.add(AnswerPart([Thought("m")]))]
+    events += [*blocks.add(AnswerPart(["so"])), *blocks.end()]
     assert [event["type"].removeprefix("content_block_") for event in events] == (
         ["start", "delta", "delta", "delta", "stop", "start", "delta", "stop"]
     )
