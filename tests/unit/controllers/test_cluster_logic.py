@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cluster_world import IDLE_S, SILENCE_S, World, open_session
 from manual_clock import ManualClock
 from store_turns import commit_turn
 
-from controllers import session_ends
-from controllers.cluster import Cluster
 from controllers.errors import (
     ControllerError,
     NoReplica,
@@ -19,60 +18,7 @@ from controllers.errors import (
     StoreError,
 )
 from controllers.records import Assignment, ReplicaStatus, SessionStatus, TurnRecord
-from controllers.settings import ClusterSettings
-from controllers.sqlite_store import SqliteSessionStore
 from controllers.tokens import encode_tokens, unpack_tokens
-
-SILENCE_S = 10.0
-IDLE_S = 100.0
-
-
-class WallClock:
-    """Unix time that a test can set forward or back."""
-
-    def __init__(self, timer: ManualClock) -> None:
-        self._timer = timer
-        self._ahead_s = 0.0
-
-    def __call__(self) -> float:
-        return self._timer() + self._ahead_s
-
-    def advance(self, by_s: float) -> None:
-        self._ahead_s += by_s
-
-
-class World:
-    """A cluster, its log and its clock. `restart` has the effect of a crash of the controller's process."""
-
-    def __init__(self, path: Path, clock: ManualClock) -> None:
-        self.clock = clock
-        self.wall = WallClock(clock)
-        self._path = path
-        self.store = SqliteSessionStore(path, clock=self.wall)
-        self.cluster = self._build()
-
-    def restart(self) -> Cluster:
-        self.store.disconnect()
-        self.store = SqliteSessionStore(self._path, clock=self.wall)
-        self.cluster = self._build()
-        return self.cluster
-
-    def _build(self) -> Cluster:
-        settings = ClusterSettings(
-            replica_timeout_s=SILENCE_S,
-            session_timeout_s=IDLE_S,
-            max_sessions=20,
-            placement_tokens=10,
-        )
-        return Cluster(settings, self.store, self.wall, self.clock)
-
-    def beat(self, *replica_ids: str, free_tokens: int = 1000, draining: bool = False) -> None:
-        """Heartbeats of these replicas. As real ones do, a replica that hears that it counts as gone registers
-        again."""
-        for replica_id in replica_ids:
-            status = ReplicaStatus(replica_id, free_tokens, 1000, draining=draining)
-            if not self.cluster.heartbeat(status, []).known:
-                self.cluster.register_replica(status)
 
 
 @pytest.fixture
@@ -83,10 +29,6 @@ def world(tmp_path: Path, clock: ManualClock) -> Iterator[World]:
     world.store.disconnect()
 
 
-def _open(world: World, session_id: str | None = "s", tenant: str = "") -> Assignment:
-    return world.cluster.open_session(session_id, tenant, None, None)
-
-
 def _turn(assignment: Assignment, index: int, start_len: int, tokens: list[int]) -> TurnRecord:
     return TurnRecord(
         assignment.session_id, assignment.epoch, index, start_len, encode_tokens(tokens), len(tokens)
@@ -94,17 +36,17 @@ def _turn(assignment: Assignment, index: int, start_len: int, tokens: list[int])
 
 
 def test_a_burst_of_opens_spreads(world: World) -> None:
-    owners = [_open(world, f"s{index}").replica_id for index in range(10)]
+    owners = [open_session(world, f"s{index}").replica_id for index in range(10)]
     assert sorted(owners) == ["a"] * 5 + ["b"] * 5
 
 
 def test_most_free_kv_wins(world: World) -> None:
     world.beat("b", free_tokens=500)
-    assert {_open(world, f"s{index}").replica_id for index in range(5)} == {"a"}
+    assert {open_session(world, f"s{index}").replica_id for index in range(5)} == {"a"}
 
 
 def test_opens_without_an_id_get_one(world: World) -> None:
-    first, second = _open(world, None), _open(world, None)
+    first, second = open_session(world, None), open_session(world, None)
     assert first.session_id != second.session_id
     assert len(first.session_id) >= 20
     assert (first.epoch, first.fresh) == (1, True)
@@ -122,13 +64,13 @@ def test_duplicates_are_refused_but_not_retries(world: World) -> None:
 def test_no_replica_leaves_no_session(tmp_path: Path, clock: ManualClock) -> None:
     world = World(tmp_path / "empty.db", clock)
     with pytest.raises(NoReplica):
-        _open(world)
+        open_session(world)
     assert world.cluster.sessions() == list(world.store.load_all_entries()) == []
     world.store.disconnect()
 
 
 def test_resolve_keeps_the_owner(world: World) -> None:
-    opened = _open(world)
+    opened = open_session(world)
     resolved = world.cluster.resolve("s", False, "")
     assert (resolved.replica_id, resolved.epoch, resolved.fresh) == (opened.replica_id, 1, False)
 
@@ -149,12 +91,12 @@ def test_resolve_creates_on_request(world: World) -> None:
 
 def test_an_id_is_each_tenants_own(world: World) -> None:
     """A tenant could not use an id that another tenant had, and the refusal told it that the id exists."""
-    _open(world, tenant="acme")
+    open_session(world, tenant="acme")
     for tenant in ("", "other"):
         with pytest.raises(SessionNotFound):
             world.cluster.resolve("s", False, tenant)
         assert not world.cluster.close_session("s", tenant)
-    opened = [_open(world, tenant=tenant).session_id for tenant in ("", "other")]
+    opened = [open_session(world, tenant=tenant).session_id for tenant in ("", "other")]
     assert len({world.cluster.resolve("s", True, tenant).session_id for tenant in ("", "acme", "other")}) == 3
     assert world.cluster.close_session("s", "acme")
     assert [entry.session_id for entry in world.cluster.sessions()] == opened
@@ -164,7 +106,7 @@ def test_an_id_is_each_tenants_own(world: World) -> None:
 
 
 def test_commits_reach_log_and_ledger(world: World) -> None:
-    opened = _open(world)
+    opened = open_session(world)
     commit_turn(world.cluster, _turn(opened, 0, 0, [1, 2, 3]))
     commit_turn(world.cluster, _turn(opened, 0, 0, [1, 2, 3]))
     record = world.cluster.load_session("s", 1, opened.replica_id)
@@ -175,7 +117,7 @@ def test_commits_reach_log_and_ledger(world: World) -> None:
 
 
 def test_load_is_fenced(world: World) -> None:
-    opened = _open(world)
+    opened = open_session(world)
     for epoch, replica_id in ((2, opened.replica_id), (1, "stranger")):
         with pytest.raises(StaleEpoch):
             world.cluster.load_session("s", epoch, replica_id)
@@ -184,7 +126,7 @@ def test_load_is_fenced(world: World) -> None:
 
 
 def test_a_lost_owner_is_replaced_and_fenced(world: World) -> None:
-    opened = _open(world)
+    opened = open_session(world)
     commit_turn(world.cluster, _turn(opened, 0, 0, [1]))
     assert world.cluster.report_unreachable(opened.replica_id, True)
     moved = world.cluster.resolve("s", False, "")
@@ -200,7 +142,7 @@ def test_a_lost_owner_is_replaced_and_fenced(world: World) -> None:
 
 
 def test_after_a_false_alarm_moved_sessions_stay_moved(world: World) -> None:
-    opened = _open(world)
+    opened = open_session(world)
     status = ReplicaStatus(opened.replica_id, 5000, 5000)
     world.cluster.report_unreachable(opened.replica_id, True)
     moved = world.cluster.resolve("s", False, "")
@@ -210,18 +152,18 @@ def test_after_a_false_alarm_moved_sessions_stay_moved(world: World) -> None:
     world.cluster.register_replica(status)
     assert world.cluster.heartbeat(status, [held]).known
     assert world.cluster.resolve("s", False, "").replica_id == moved.replica_id
-    assert _open(world, "new").replica_id == opened.replica_id
+    assert open_session(world, "new").replica_id == opened.replica_id
 
 
 def test_a_false_alarm_before_the_next_use_moves_nothing(world: World) -> None:
-    opened = _open(world)
+    opened = open_session(world)
     world.cluster.report_unreachable(opened.replica_id, True)
     world.cluster.register_replica(ReplicaStatus(opened.replica_id, 1000, 1000))
     assert world.cluster.resolve("s", False, "").epoch == 1
 
 
 def test_a_silent_owner_is_replaced(world: World) -> None:
-    opened = _open(world)
+    opened = open_session(world)
     world.clock.advance(SILENCE_S + 1)
     assert world.cluster.resolve("s", False, "").epoch == 1, "it may only be slow, and nobody else is there"
     other = "b" if opened.replica_id == "a" else "a"
@@ -230,7 +172,7 @@ def test_a_silent_owner_is_replaced(world: World) -> None:
 
 
 def test_a_lost_owner_is_not_asked_even_if_nobody_else_is_there(world: World) -> None:
-    _open(world)
+    open_session(world)
     for replica_id in ("a", "b"):
         world.cluster.report_unreachable(replica_id, True)
     with pytest.raises(NoReplica):
@@ -240,7 +182,7 @@ def test_a_lost_owner_is_not_asked_even_if_nobody_else_is_there(world: World) ->
 def test_a_draining_owner_hands_its_sessions_over_itself(world: World) -> None:
     """The controller knows of turns in flight only what the last heartbeat said, so it does not move a session by
     itself."""
-    opened = _open(world)
+    opened = open_session(world)
     status = ReplicaStatus(opened.replica_id, 1000, 1000)
     world.cluster.drain_replica(opened.replica_id)
     held = SessionStatus("s", 1, 0, 0, 0.0, False)
@@ -254,11 +196,11 @@ def test_a_draining_owner_hands_its_sessions_over_itself(world: World) -> None:
 
 
 def test_a_draining_owner_keeps_sessions_nobody_else_can_take(world: World) -> None:
-    opened = _open(world)
+    opened = open_session(world)
     world.beat("a", "b", draining=True)
     assert world.cluster.resolve("s", False, "").epoch == 1
     assert not world.cluster.offer_session("s", 1, opened.replica_id)
-    assert _open(world, "new").replica_id in ("a", "b"), "better than none"
+    assert open_session(world, "new").replica_id in ("a", "b"), "better than none"
     world.cluster.register_replica(ReplicaStatus("c", 1000, 1000))
     assert world.cluster.offer_session("s", 1, opened.replica_id)
     assert world.cluster.resolve("s", False, "").replica_id == "c"
@@ -270,19 +212,19 @@ def test_a_replica_that_drains_gets_no_session_whatever_it_says(world: World) ->
     world.cluster.drain_replica("a")
     world.beat("a", free_tokens=9000)
     world.cluster.register_replica(ReplicaStatus("a", 9000, 9000))
-    assert {_open(world, f"s{index}").replica_id for index in range(5)} == {"b"}
+    assert {open_session(world, f"s{index}").replica_id for index in range(5)} == {"b"}
     assert world.cluster.stats()["replicas_draining"] == 1
 
 
 def test_sessions_of_one_that_said_farewell_move(world: World) -> None:
-    opened = _open(world)
+    opened = open_session(world)
     assert world.cluster.deregister_replica(opened.replica_id) == 1
     assert world.cluster.resolve("s", False, "").epoch == 2
 
 
 def test_a_step_of_the_wall_clock_moves_nothing(world: World) -> None:
     """A step of 11 s used to move 180 of 200 sessions to one replica."""
-    before = [_open(world, f"s{index}") for index in range(10)]
+    before = [open_session(world, f"s{index}") for index in range(10)]
     world.wall.advance(11.0)
     world.beat("b")  # the first to report would get the others' sessions
     for opened in before:
@@ -295,7 +237,7 @@ def test_a_step_of_the_wall_clock_moves_nothing(world: World) -> None:
 def test_a_pause_of_the_controller_is_held_against_nobody(world: World) -> None:
     """The frozen controller could not hear replicas. Calls that come before the replicas' heartbeats move no
     session."""
-    before = [_open(world, f"s{index}") for index in range(10)]
+    before = [open_session(world, f"s{index}") for index in range(10)]
     world.cluster.tick()
     world.clock.advance(60.0)
     world.beat("b")  # the first to report would get the others' sessions
@@ -312,7 +254,7 @@ def test_a_pause_of_the_controller_is_held_against_nobody(world: World) -> None:
 
 
 def test_a_restart_keeps_ownership(world: World) -> None:
-    opened = _open(world)
+    opened = open_session(world)
     commit_turn(world.cluster, _turn(opened, 0, 0, [1, 2]))
     before = world.cluster.sessions()
     cluster = world.restart()
@@ -323,7 +265,7 @@ def test_a_restart_keeps_ownership(world: World) -> None:
 
 
 def test_after_a_restart_owners_that_stay_away_are_replaced(world: World) -> None:
-    opened = _open(world)
+    opened = open_session(world)
     world.restart()
     other = "b" if opened.replica_id == "a" else "a"
     world.clock.advance(SILENCE_S + 1)
@@ -332,7 +274,7 @@ def test_after_a_restart_owners_that_stay_away_are_replaced(world: World) -> Non
 
 
 def test_close(world: World) -> None:
-    opened = _open(world)
+    opened = open_session(world)
     with pytest.raises(StaleEpoch):
         world.cluster.close_session("s", epoch=2)
     assert world.cluster.close_session("s", epoch=1)
@@ -342,17 +284,17 @@ def test_close(world: World) -> None:
 
 
 def test_a_turn_of_a_closed_session_cannot_commit_into_its_namesake(world: World) -> None:
-    opened = _open(world)
+    opened = open_session(world)
     world.cluster.close_session("s")
     world.restart()
     world.beat("a", "b")
-    assert _open(world).epoch == 2
+    assert open_session(world).epoch == 2
     with pytest.raises(StaleEpoch):
         commit_turn(world.cluster, _turn(opened, 0, 0, [1]))
 
 
 def test_heartbeats_name_sessions_that_are_closed(world: World) -> None:
-    opened = _open(world)
+    opened = open_session(world)
     status = ReplicaStatus(opened.replica_id, 1000, 1000)
     held = SessionStatus("s", 1, 0, 0, 3.0, False, size_bytes=42)
     assert world.cluster.heartbeat(status, [held]).stale_sessions == ()
@@ -361,124 +303,27 @@ def test_heartbeats_name_sessions_that_are_closed(world: World) -> None:
     assert world.cluster.heartbeat(status, [held]).stale_sessions == ("s",)
 
 
-def test_expiry_of_sessions_whose_owner_is_gone(world: World) -> None:
-    opened = _open(world)
-    world.cluster.heartbeat(ReplicaStatus(opened.replica_id, 1, 1), [SessionStatus("s", 1, 0, 0, 0.0, True)])
-    world.cluster.report_unreachable(opened.replica_id, True)
-    world.clock.advance(IDLE_S)
-    assert world.cluster.expire_idle() == []
-    world.clock.advance(0.1)
-    assert world.cluster.expire_idle() == ["s"]
-    assert world.cluster.sessions() == list(world.store.load_all_entries()) == []
-
-
-def test_a_turn_in_flight_never_expires(world: World) -> None:
-    opened = _open(world)
-    status = ReplicaStatus(opened.replica_id, 1000, 1000)
-    for _ in range(30):
-        world.clock.advance(SILENCE_S)
-        world.cluster.heartbeat(status, [SessionStatus("s", 1, 0, 0, 0.0, True)])
-        assert world.cluster.expire_idle() == []
-    world.cluster.heartbeat(status, [SessionStatus("s", 1, 0, 0, 0.0, False)])
-    for _ in range(10):
-        world.clock.advance(SILENCE_S)
-        world.cluster.heartbeat(status, [])
-        assert world.cluster.expire_idle() == []
-    world.clock.advance(0.1)
-    assert world.cluster.expire_idle() == ["s"]
-
-
-def test_what_a_live_owner_holds_is_its_own_to_expire(world: World) -> None:
-    """The owner may have begun a turn that the controller has not heard of."""
-    opened = _open(world)
-    status = ReplicaStatus(opened.replica_id, 1000, 1000)
-    world.clock.advance(IDLE_S * 2)
-    world.beat(opened.replica_id)
-    world.cluster.heartbeat(status, [SessionStatus("s", 1, 0, 0, IDLE_S * 2, False)])
-    assert world.cluster.expire_idle() == []
-    world.clock.advance(SILENCE_S + 1)
-    assert world.cluster.expire_idle() == ["s"]
-
-
-def test_loading_counts_as_use(world: World) -> None:
-    opened = _open(world)
-    world.clock.advance(IDLE_S + 1)
-    world.beat("a", "b")
-    world.cluster.load_session("s", 1, opened.replica_id)
-    assert world.cluster.expire_idle() == []
-
-
-def test_one_call_ends_some_sessions_and_the_next_one_the_others(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a night without a cluster, one call ended a hundred thousand sessions, and held up all others."""
-    monkeypatch.setattr(session_ends, "MOST_ENDED_AT_ONCE", 3)
-    for number in range(5):
-        world.cluster.open_session(f"s{number}", "", None, None)
-    world.clock.advance(IDLE_S + 1)
-    world.beat("a", "b")
-    assert [len(world.cluster.expire_idle()) for _ in range(3)] == [3, 2, 0]
-    assert world.cluster.sessions() == list(world.store.load_all_entries()) == []
-
-
-def test_a_move_is_no_use_and_a_takeover_is_one(world: World) -> None:
-    """Each drain restarted the idle clocks of all sessions of the replica, so that unused ones never ended."""
-    opened = _open(world)
-    opened_s = world.clock.now_s
-    world.clock.advance(IDLE_S - 1)
-    world.beat("a", "b")
-    world.cluster.drain_replica(opened.replica_id)
-    assert world.cluster.offer_session("s", 1, opened.replica_id)
-    (entry,) = world.cluster.sessions()
-    assert (entry.epoch, entry.last_used_s) == (2, opened_s)
-    world.cluster.report_unreachable(entry.replica_id, True)
-    assert world.cluster.resolve("s", False, "").epoch == 3
-    (entry,) = world.cluster.sessions()
-    assert entry.last_used_s == world.clock.now_s
-    (entry,) = world.restart().sessions()
-    assert entry.last_used_s == world.clock.now_s
-
-
-def test_nothing_expires_right_after_a_restart(world: World) -> None:
-    _open(world)
-    world.clock.advance(IDLE_S * 10)
-    world.restart()
-    world.clock.advance(SILENCE_S)
-    assert world.cluster.expire_idle() == []
-    world.clock.advance(SILENCE_S)
-    assert world.cluster.expire_idle() == ["s"]
-
-
-def test_use_after_a_pause_is_noted_durably(world: World) -> None:
-    _open(world)
-    world.clock.advance(60)
-    world.beat("a", "b")
-    world.cluster.resolve("s", False, "")
-    (entry,) = world.restart().sessions()
-    assert entry.last_used_s == world.clock.now_s
-
-
 def test_the_session_limit(world: World) -> None:
     for index in range(20):
-        _open(world, f"s{index}")
+        open_session(world, f"s{index}")
     world.clock.advance(IDLE_S - 5)
     world.beat("a", "b")
     with pytest.raises(Overloaded) as caught:
-        _open(world, "more")
+        open_session(world, "more")
     assert caught.value.retry_after_s == 5.0
     world.clock.advance(5 + 0.1)
     world.beat("a", "b")
-    assert _open(world, "more").fresh
+    assert open_session(world, "more").fresh
     assert len(world.cluster.sessions()) == 1
 
 
 def test_a_failing_log_changes_no_ledger(world: World) -> None:
-    opened = _open(world)
+    opened = open_session(world)
     before = world.cluster.sessions()
     world.store.disconnect()
     for operation in (
         lambda: commit_turn(world.cluster, _turn(opened, 0, 0, [1])),
-        lambda: _open(world, "new"),
+        lambda: open_session(world, "new"),
         lambda: world.cluster.close_session("s"),
     ):
         with pytest.raises(StoreError):
@@ -488,7 +333,7 @@ def test_a_failing_log_changes_no_ledger(world: World) -> None:
 
 def test_an_owner_that_is_known_is_told_without_the_log(world: World) -> None:
     """While the log was away, every lookup of a session that had not been used for half a minute used to fail."""
-    opened = _open(world)
+    opened = open_session(world)
     world.clock.advance(60)
     world.beat("a", "b")
     world.store.disconnect()
@@ -498,7 +343,7 @@ def test_an_owner_that_is_known_is_told_without_the_log(world: World) -> None:
 
 
 def test_a_commit_that_found_no_log_was_not_refused(world: World) -> None:
-    opened = _open(world)
+    opened = open_session(world)
     world.store.disconnect()
     with pytest.raises(StoreError):
         commit_turn(world.cluster, _turn(opened, 0, 0, [1]))
@@ -507,7 +352,7 @@ def test_a_commit_that_found_no_log_was_not_refused(world: World) -> None:
 
 
 def test_figures(world: World) -> None:
-    opened = _open(world)
+    opened = open_session(world)
     with pytest.raises(ControllerError):
         commit_turn(world.cluster, _turn(opened, 5, 0, [1]))
     commit_turn(world.cluster, _turn(opened, 0, 0, [1, 2]))
@@ -522,6 +367,6 @@ def test_figures(world: World) -> None:
 
 
 def test_replicas_carry_the_ledgers_count(world: World) -> None:
-    opened = _open(world)
+    opened = open_session(world)
     counts = {status.replica_id: status.sessions for status in world.cluster.replicas()}
     assert counts == {opened.replica_id: 1, "b" if opened.replica_id == "a" else "a": 0}

@@ -1,0 +1,67 @@
+"""A cluster with its log and clock, for tests of the controller's logic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from manual_clock import ManualClock
+
+from controllers.cluster import Cluster
+from controllers.records import Assignment, ReplicaStatus
+from controllers.settings import ClusterSettings
+from controllers.sqlite_store import SqliteSessionStore
+
+SILENCE_S = 10.0
+IDLE_S = 100.0
+
+
+class WallClock:
+    """Unix time that a test can set forward or back."""
+
+    def __init__(self, timer: ManualClock) -> None:
+        self._timer = timer
+        self._ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return self._timer() + self._ahead_s
+
+    def advance(self, by_s: float) -> None:
+        self._ahead_s += by_s
+
+
+class World:
+    """A cluster, its log and its clock. `restart` has the effect of a crash of the controller's process."""
+
+    def __init__(self, path: Path, clock: ManualClock) -> None:
+        self.clock = clock
+        self.wall = WallClock(clock)
+        self._path = path
+        self.store = SqliteSessionStore(path, clock=self.wall)
+        self.cluster = self._build()
+
+    def restart(self) -> Cluster:
+        self.store.disconnect()
+        self.store = SqliteSessionStore(self._path, clock=self.wall)
+        self.cluster = self._build()
+        return self.cluster
+
+    def _build(self) -> Cluster:
+        settings = ClusterSettings(
+            replica_timeout_s=SILENCE_S,
+            session_timeout_s=IDLE_S,
+            max_sessions=20,
+            placement_tokens=10,
+        )
+        return Cluster(settings, self.store, self.wall, self.clock)
+
+    def beat(self, *replica_ids: str, free_tokens: int = 1000, draining: bool = False) -> None:
+        """Heartbeats of these replicas. As real ones do, a replica that hears that it counts as gone registers
+        again."""
+        for replica_id in replica_ids:
+            status = ReplicaStatus(replica_id, free_tokens, 1000, draining=draining)
+            if not self.cluster.heartbeat(status, []).known:
+                self.cluster.register_replica(status)
+
+
+def open_session(world: World, session_id: str | None = "s", tenant: str = "") -> Assignment:
+    return world.cluster.open_session(session_id, tenant, None, None)
