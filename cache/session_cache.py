@@ -22,7 +22,7 @@ from cache.sequence_kv import PageAccount, SequenceKV, pages_for
 from cache.session_audit import SessionAuditor
 from cache.session_tiers import SessionTiers
 from cache.slots import KVPlace, SessionSlot, SlotState, SlotTable
-from cache.tiers import MOST_LOADED, PageNeed, TierSizes
+from cache.tiers import PageNeed, TierSizes
 from cache.token_chain import TokenChain, Tokens
 
 NO_PAGES = PageNeed()
@@ -389,8 +389,6 @@ class SessionAwareCache:
         usable = min(history.agreed_len(contents.chain), max_len)
         if slot.state in (SlotState.STORED, SlotState.LOADING):
             loading = slot.state is SlotState.LOADING
-            if not loading and slot.entry is not None and slot.entry.committed_len > MOST_LOADED * usable:
-                return None
             match = CacheMatch(slot.session_id, usable, None, elsewhere=not loading, loading=loading)
         else:
             assert slot.kv is not None

@@ -15,10 +15,6 @@ from cache.audit import TierAccounts
 from cache.pages import PageArray
 from cache.token_chain import TokenChain
 
-MOST_LOADED = 8
-"""How many tokens of stored KV are loaded for each one that a turn keeps. Stored KV comes back whole. If less is kept,
-it is computed again: a GPU computes a token of an 8 B model in 50 to 100 us, and loads the KV of one in 6 us."""
-
 
 @dataclass(frozen=True, slots=True)
 class PoolPages:

@@ -3,7 +3,6 @@ meanwhile, every page and byte is settled once."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from cache.journal import Owner
@@ -266,25 +265,6 @@ def test_a_rewind_on_the_host_holds_when_the_kv_comes_back(loading: bool) -> Non
     kv = books.begin("a", tokens_from(0, 20))
     books.check()
     assert (kv.committed_len, kv.allocated_len, kv.num_pages) == (9, 9, 3)
-
-
-def test_a_turn_that_keeps_little_loads_nothing() -> None:
-    """A client that changed an early message waited for all of a long session's KV, and so did everybody behind it."""
-    books = books_of(num_pages=32, host_pages=32)
-    books.run_plain(tokens_from(0, 9))  # the beginning that many share
-    demoted(books, "a", tokens=80)
-    kept = 5
-    changed = np.concatenate((tokens_from(0, kept), tokens_from(5000, 20)))
-    match = books.match("a", changed)
-    assert (match.elsewhere, match.prefix_len) == (False, 4), "what the tree has of it is used"
-    assert books.match("a", np.concatenate((tokens_from(0, 40), tokens_from(5000, 5)))).elsewhere
-    kv = books.begin("a", changed)
-    assert [order.kind for order in books.take_orders()] == [DROP]
-    books.fill(kv, len(changed) - 1)
-    books.sessions.finish_turn("a", kv, changed, len(changed))
-    books.check()
-    assert books.host.used_bytes == 0
-    assert books.sessions.held_tokens() == {"a": len(changed) - 1}
 
 
 def test_pages_for_a_load_come_from_sessions_that_are_needed_later() -> None:
