@@ -155,35 +155,36 @@ class TurnRunner:
     async def rewind(self, call: RewindSession) -> None:
         """Keeps the first committed tokens: commits an empty turn that starts behind them, once per key. A rewind that
         has begun completes even if the caller is cancelled. Raises ControllerError."""
-        await self._ended(call.session_id, call.key)
-        await self._host.hold(call.session_id, call.epoch)
-        turn = self._sessions.begin_turn(
-            call.session_id,
-            call.epoch,
-            rewind_to=call.length,
-            idempotency_key=call.key or None,
-            cuttable=True,
-        )
-        if isinstance(turn, Turn):
-            await self._tasks.outcome(self._ends(turn, self._say_nothing(turn)))
+        await self._silent_turn(call, rewind_to=call.length)
 
     async def keep_note(self, call: KeepNote) -> None:
         """Commits an empty turn with a note, once per key. Like a rewind it completes if the caller is cancelled.
         Raises ControllerError."""
+        said = encode_said(SaidTurn(note=call.note))
+        await self._silent_turn(call, said, expected_turn=call.expected_turn)
+
+    async def _silent_turn(
+        self,
+        call: RewindSession | KeepNote,
+        said: bytes = b"",
+        *,
+        rewind_to: int | None = None,
+        expected_turn: int | None = None,
+    ) -> None:
         await self._ended(call.session_id, call.key)
         await self._host.hold(call.session_id, call.epoch)
         turn = self._sessions.begin_turn(
             call.session_id,
             call.epoch,
-            idempotency_key=call.key,
+            rewind_to=rewind_to,
+            idempotency_key=call.key or None,
             cuttable=True,
-            expected_turn=call.expected_turn,
+            expected_turn=expected_turn,
         )
         if isinstance(turn, Turn):
-            said = encode_said(SaidTurn(note=call.note))
             await self._tasks.outcome(self._ends(turn, self._say_nothing(turn, said)))
 
-    async def _say_nothing(self, turn: Turn, said: bytes = b"") -> None:
+    async def _say_nothing(self, turn: Turn, said: bytes) -> None:
         record = self._sessions.prepare_commit(turn, (), (), b"", note=said)
         try:
             await self._commits.commit(record)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,14 +18,6 @@ from controllers.errors import (
 )
 from controllers.records import Assignment, ReplicaStatus, SessionStatus, TurnRecord
 from controllers.tokens import encode_tokens, unpack_tokens
-
-
-@pytest.fixture
-def world(tmp_path: Path, clock: ManualClock) -> Iterator[World]:
-    world = World(tmp_path / "sessions.db", clock)
-    world.beat("a", "b")
-    yield world
-    world.store.disconnect()
 
 
 def _turn(assignment: Assignment, index: int, start_len: int, tokens: list[int]) -> TurnRecord:

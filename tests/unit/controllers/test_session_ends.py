@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from cluster_world import IDLE_S, SILENCE_S, World, open_session
-from manual_clock import ManualClock
 
 from controllers import session_ends
 from controllers.records import ReplicaStatus, SessionStatus
-
-
-@pytest.fixture
-def world(tmp_path: Path, clock: ManualClock) -> Iterator[World]:
-    world = World(tmp_path / "sessions.db", clock)
-    world.beat("a", "b")
-    yield world
-    world.store.disconnect()
 
 
 def test_expiry_of_sessions_whose_owner_is_gone(world: World) -> None:

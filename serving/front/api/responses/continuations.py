@@ -36,7 +36,8 @@ from serving.front.api.turn_streams import beside_streams
 from serving.wire.turns import ModelInfo, ServiceError, SessionTurn, TurnService
 
 _PREVIOUS = "previous_response_id"
-_NOT_COMPARED: Json = {"id": None, "status": None}
+NOT_COMPARED: Json = {"id": None, "status": None}
+"""The fields of an item that its client need not send as they were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ def _are_same(given: list[Any], said: Sequence[Json]) -> bool:
 def _is_same(item: Json, ours: Json) -> bool:
     if item["type"] == "reasoning" and item["id"] == ours["id"] and not thought(item):
         return True
-    return item | _NOT_COMPARED == ours | _NOT_COMPARED
+    return item | NOT_COMPARED == ours | NOT_COMPARED
 
 
 class _Completed(NamedTuple):

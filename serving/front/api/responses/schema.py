@@ -181,6 +181,12 @@ class ResponsesBody(SharedFields):
         """The most tokens of the answer, thoughts included. None: as many as the context has room for."""
         return most_tokens(model, self.max_output_tokens)
 
+    def asked(self) -> Json:
+        """The fields that the client set, without the input, as JSON."""
+        return self.model_dump(
+            mode="json", by_alias=True, exclude={"input"}, exclude_unset=True, serialize_as_any=True
+        )
+
     def repeated(self, model: ModelInfo) -> dict[str, Any]:
         """The fields of the request that a response repeats. Sampling that the request does not set is the model's
         default."""

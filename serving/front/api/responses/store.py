@@ -104,10 +104,7 @@ class StoredResponse:
         repeats: bool,
     ) -> bytes:
         """What the log keeps of a response beside what its session has; see the attributes."""
-        asked = body.model_dump(
-            mode="json", by_alias=True, exclude={"input"}, exclude_unset=True, serialize_as_any=True
-        )
-        said = {"created_at": head.created_at, "before": before, "input": items, "body": asked}
+        said = {"created_at": head.created_at, "before": before, "input": items, "body": body.asked()}
         return json.dumps(said | ({"repeats": True} if repeats else {})).encode()
 
     @classmethod

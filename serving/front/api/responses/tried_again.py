@@ -8,8 +8,8 @@ continued.
 from __future__ import annotations
 
 import time
-from typing import Any
 
+from serving.front.api.responses.continuations import NOT_COMPARED
 from serving.front.api.responses.conversation_log import read_conversation
 from serving.front.api.responses.items import Json, canonical_items
 from serving.front.api.responses.schema import ResponsesBody
@@ -18,8 +18,6 @@ from serving.wire.turns import TurnService
 
 TRIED_AGAIN_WITHIN_S = 600.0
 """A response that began longer ago was not for a call that is now tried again: clients give up before."""
-
-_NEW_EACH_TIME: Json = {"id": None, "status": None}
 
 
 async def first_try(service: TurnService, body: ResponsesBody, tenant: str) -> str | None:
@@ -34,13 +32,10 @@ async def first_try(service: TurnService, body: ResponsesBody, tenant: str) -> s
     stored = await find_response(service, last_id, tenant)
     if time.time() - stored.head.created_at > TRIED_AGAIN_WITHIN_S:
         return None
-    is_same = _asked(stored.body, stored.input) == _asked(body, canonical_items(body.input, last_id))
+    given = canonical_items(body.input, last_id)
+    is_same = stored.body.asked() == body.asked() and _compared(stored.input) == _compared(given)
     return last_id if is_same else None
 
 
-def _asked(body: ResponsesBody, items: list[Json]) -> Any:
-    """What the client asked for, without the ids that each try gives to the items."""
-    fields = body.model_dump(
-        mode="json", by_alias=True, exclude={"input"}, exclude_unset=True, serialize_as_any=True
-    )
-    return fields, [item | _NEW_EACH_TIME for item in items]
+def _compared(items: list[Json]) -> list[Json]:
+    return [item | NOT_COMPARED for item in items]

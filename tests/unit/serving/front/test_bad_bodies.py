@@ -386,7 +386,7 @@ async def test_no_body_makes_a_server_error(tmp_path: Path) -> None:
     async with local_service(tmp_path) as service, client_of(create_http_app(lambda: service)) as client:
         examples: list[tuple[str, dict[str, Any]]] = []
         seed_used = random.SystemRandom().randrange(2**32)
-        print(f"seed {seed_used}")  # noqa: T201
+        print(f"seed {seed_used}")  # noqa: T201 - after a failure, it repeats the bodies
 
         @seed(seed_used)
         @settings(max_examples=400, deadline=None, database=None, suppress_health_check=list(HealthCheck))

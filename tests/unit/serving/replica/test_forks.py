@@ -4,7 +4,6 @@ failures."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,7 @@ from engine.api import EngineError
 from serving.replica import turn_runner
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.local_service import local_client
-from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, call, running_rig, tokens_of
-
-
-@pytest.fixture
-async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
-    async with running_rig(tmp_path) as running:
-        yield running
+from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, call, tokens_of
 
 
 async def say(rig: Rig, session_id: str, history: list[int], new: list[int]) -> int:

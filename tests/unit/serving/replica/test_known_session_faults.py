@@ -5,7 +5,6 @@ requests."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,6 @@ from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.replica_rig import VOCAB_SIZE, WAIT_S, Rig, call, running_rig, tokens_of
 
 AT_ONCE_S = 1e-6
-
-
-@pytest.fixture
-async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
-    async with running_rig(tmp_path) as running:
-        yield running
 
 
 class Aborts:

@@ -4,7 +4,6 @@ committed."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,6 @@ from tests.unit.serving.replica_rig import VOCAB_SIZE, Rig, call, running_rig, t
 
 SHORT_S = 0.1
 LONG_S = 3600.0
-
-
-@pytest.fixture
-async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
-    async with running_rig(tmp_path) as running:
-        yield running
 
 
 async def held(rig: Rig, session_id: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,6 @@ from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, call, running_rig, tokens_of
 
 AT_ONCE_S = 1e-6
-
-
-@pytest.fixture
-async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
-    async with running_rig(tmp_path) as running:
-        yield running
 
 
 async def test_turns_of_a_session_equal_one_long_request(rig: Rig) -> None:

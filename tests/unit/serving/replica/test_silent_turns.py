@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -12,13 +10,7 @@ from controllers.errors import TurnDiffers, TurnInFlight
 from serving.wire.calls import KeepNote, RewindSession
 from serving.wire.transcripts import transcript_of
 from tests.unit.engine.null_runner import null_generate
-from tests.unit.serving.replica_rig import VOCAB_SIZE, Rig, call, running_rig, tokens_of
-
-
-@pytest.fixture
-async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
-    async with running_rig(tmp_path) as running:
-        yield running
+from tests.unit.serving.replica_rig import VOCAB_SIZE, Rig, call, tokens_of
 
 
 async def test_rewind(rig: Rig) -> None:
