@@ -341,5 +341,6 @@ async def http_server(app: FastAPI) -> AsyncIterator[str]:
         port = server.servers[0].sockets[0].getsockname()[1]
         yield f"http://127.0.0.1:{port}"
     finally:
-        server.should_exit = True
-        await serving
+        serving.cancel()  # told to exit, it would look ten times a second whether it should
+        await asyncio.wait([serving])
+        await server.shutdown()
