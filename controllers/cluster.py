@@ -434,9 +434,9 @@ class Cluster:
         return choose_replica(self._replicas.candidates(self._ledger.count_of), preferred)
 
     def _takers(self, owner_id: str) -> list[str]:
-        """Replicas that may take sessions of this one. A replica whose heartbeat is late may be in trouble."""
-        recent = self._replicas.recent(self._settings.replica_timeout_s * _LATE_AFTER)
-        return [status.replica_id for status in recent if status.replica_id != owner_id]
+        """Replicas to which sessions of this one may move to even out load."""
+        settled = self._replicas.settled(self._settings.replica_timeout_s * _LATE_AFTER)
+        return [status.replica_id for status in settled if status.replica_id != owner_id]
 
     def _make_room(self, tenant: str, copied_tokens: int = 0) -> None:
         """Raises Overloaded if neither the cluster nor the tenant may have another session."""

@@ -195,15 +195,9 @@ class ReplicaDirectory:
         self, count_sessions: Callable[[str], int], states: Sequence[ReplicaState] = BY_PREFERENCE
     ) -> list[Candidate]:
         """The replicas for placement: those in the first of `states` that has any. `count_sessions` returns the number
-        of sessions of a replica.
-
-        In a rolling update, replicas with the settings of a draining one will drain next. They get sessions only if
-        there are no others.
-        """
-        outgoing = {status.settings_hash for status in self.in_state(ReplicaState.DRAINING)}
+        of sessions of a replica. Replicas that drain next get none if there are others."""
         for state in states:
             statuses = self.in_state(state)
-            lasting = [status for status in statuses if status.settings_hash not in outgoing]
             found = [
                 Candidate(
                     replica_id=status.replica_id,
@@ -211,7 +205,7 @@ class ReplicaDirectory:
                     assigned_tokens=self._replicas[status.replica_id].assigned_tokens,
                     sessions=count_sessions(status.replica_id),
                 )
-                for status in lasting or statuses
+                for status in self._lasting(statuses)
             ]
             if found:
                 return found
@@ -242,15 +236,23 @@ class ReplicaDirectory:
         """The last reports of replicas that are not gone."""
         return self.in_state(*(state for state in ReplicaState if state is not ReplicaState.GONE))
 
-    def recent(self, within_s: float) -> list[ReplicaStatus]:
-        """The last reports of live replicas, if not older than `within_s`. A replica that is late may be in trouble."""
+    def settled(self, within_s: float) -> list[ReplicaStatus]:
+        """The last reports of live replicas, if not older than `within_s`: a replica that is late may be in trouble.
+        Without those that drain next, if there are others."""
         oldest_s = self._clock() - within_s
-        return [status for status in self.in_state(ReplicaState.LIVE) if status.seen_s >= oldest_s]
+        live = self.in_state(ReplicaState.LIVE)
+        return [status for status in self._lasting(live) if status.seen_s >= oldest_s]
 
     def forget_silent(self, after_s: float) -> None:
         """Forgets replicas that were silent for `after_s`. Replica ids are not reused."""
         oldest_s = self._clock() - after_s
         self._replicas = {name: known for name, known in self._replicas.items() if known.seen_s >= oldest_s}
+
+    def _lasting(self, statuses: Sequence[ReplicaStatus]) -> list[ReplicaStatus]:
+        """Those that do not drain next: in a rolling update, replicas with the settings of a draining one do. All, if
+        there are no others: then it may be no rolling update."""
+        outgoing = {status.settings_hash for status in self.in_state(ReplicaState.DRAINING)}
+        return [status for status in statuses if status.settings_hash not in outgoing] or list(statuses)
 
     def _note(self, status: ReplicaStatus) -> None:
         known = self._replicas.setdefault(status.replica_id, _Replica(self._clock()))

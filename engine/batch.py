@@ -107,6 +107,12 @@ class BatchItem:
         """Tokens that the item computes, proposals included."""
         return len(self.token_ids) + (self.draft.count if self.draft is not None else 0)
 
+    @property
+    def budget_tokens(self) -> int:
+        """What the item takes of a step's budget: the tokens of the model's pass, or those of the draft model's first
+        pass if they are more."""
+        return max(self.num_tokens, 0 if self.draft is None else len(self.draft.token_ids))
+
 
 @dataclass(slots=True)
 class ScheduledBatch:

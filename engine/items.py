@@ -41,7 +41,8 @@ class ItemMaker:
         return spec.sampling.edits_logits or spec.logprobs is not None
 
     def make(self, request: LiveRequest, count: int, budget: int) -> BatchItem:
-        """An item for the request's next `count` tokens. Proposals may use the rest of `budget`."""
+        """An item for the request's next `count` tokens. Proposals, and KV that the draft model lacks, may use the rest
+        of `budget`."""
         kv = request.kv
         assert kv is not None
         start = request.launched_len
@@ -91,8 +92,11 @@ class ItemMaker:
             item.num_drafts = len(proposal.token_ids)
             self._name_pages(item, kv)
         if self._mirrors_prompts and (proposal.model_count or count > 1 or not last):
-            missing = request.tokens.slice(kv.draft_len, item.start + count)
-            item.draft = DraftWork(kv.draft_len, missing, proposal.model_count)
+            # A draft model that has not been asked for long catches up over several steps, and proposes only then.
+            end = min(item.start + count, kv.draft_len + max(count, budget - proposal.model_count))
+            missing = request.tokens.slice(kv.draft_len, end)
+            behind = end < item.start + count
+            item.draft = DraftWork(kv.draft_len, missing, 0 if behind else proposal.model_count)
 
     def _propose(self, request: LiveRequest, budget: int) -> Proposal:
         """Proposals for a decode, if there are free pages for them: nothing gives way to a guess. Constraints and rules

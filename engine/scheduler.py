@@ -195,7 +195,7 @@ class Scheduler:
                     continue
             item = self._maker.make(request, count, budget - max(num_decodes - place, 0) - prompts)
             items.append(item)
-            budget -= item.num_tokens
+            budget -= item.budget_tokens
         if self._counters.retractions > retractions:
             items = self._without_retracted(items)
         # While running requests wait for pages, no request joins them. It could take back a session that is being saved
@@ -306,7 +306,7 @@ class Scheduler:
             if verdict.num_tokens:
                 self._start(request)
                 items.append(self._maker.make(request, verdict.num_tokens, budget))
-                budget -= items[-1].num_tokens
+                budget -= items[-1].budget_tokens
                 if budget == 0 or len(self._running) >= self._settings.max_running:
                     return
             place = self._admission.place

@@ -390,20 +390,24 @@ def parse_args(values: Any) -> AppArgs:
 
 
 def check_file(path: str) -> list[AppArgs]:
-    """Validates the args of every application in a `serve run` config file, and that none has another's sessions."""
+    """Validates the args of every application in a `serve run` config file, and that none has another's sessions or
+    port."""
     file = read_file(path)
     applications = [parse_args(args) for args in file.args]
     for application in applications:
         application.refuse_faults_in_the_open(file.http_host)
     controllers = [application.controller for application in applications]
     in_files = [controller for controller in controllers if controller.redis_url is None]
-    for key, some in (("name", controllers), ("state_dir", in_files)):
-        values = [getattr(controller, key) for controller in some]
+    ingresses = [application.ingress for application in applications]
+    own = {
+        "controller.name": [controller.name for controller in controllers],
+        "controller.state_dir": [controller.state_dir for controller in in_files],
+        "ingress.operator_port": [each.operator_port for each in ingresses if each.operator_port is not None],
+    }
+    for key, values in own.items():
         shared = next((value for value in values if values.count(value) > 1), None)
         if shared is not None:
-            raise SettingsError(
-                f"two applications have the args.controller.{key} {shared!r}; each needs its own"
-            )
+            raise SettingsError(f"two applications have the args.{key} {shared!r}; each needs its own")
     return applications
 
 

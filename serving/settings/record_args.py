@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
@@ -26,6 +27,11 @@ class TracingArgs(StrictModel):
     @field_validator("endpoint")
     @classmethod
     def _can_be_sent_to(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and "@" in urlsplit(endpoint).netloc:
+            raise ValueError(
+                "settings are written to logs, so a password must not be among them: the environment variable"
+                " OTEL_EXPORTER_OTLP_HEADERS can have an authorization"
+            )
         if endpoint is not None and not _is_there(EXPORTER):
             raise ValueError(
                 "traces need a package that is not installed: pip install 'kedge[tracing]' brings"

@@ -56,8 +56,10 @@ def test_in_a_rolling_update_those_that_go_next_get_no_sessions(directory: Repli
     assert _placeable(directory) == ["old1", "old2", "new"], "nothing says which of them will go"
     directory.drain("old1")
     assert _placeable(directory) == ["new"]
+    assert [status.replica_id for status in directory.settled(TIMEOUT_S)] == ["new"], "nor to even out load"
     directory.unreachable("new", died=True)
     assert _placeable(directory) == ["old2"], "better than nobody"
+    assert [status.replica_id for status in directory.settled(TIMEOUT_S)] == ["old2"]
 
 
 def test_where_all_have_the_same_settings_one_that_drains_is_alone(directory: ReplicaDirectory) -> None:

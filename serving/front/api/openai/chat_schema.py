@@ -44,15 +44,33 @@ class TextPart(StrictBody):
     prompt_cache_breakpoint: Any = Field(None, description="This field has no effect.")
 
 
+class RefusalPart(StrictBody):
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _kind_of_part(value: Any) -> str:
+    is_refusal = isinstance(value, dict) and value.get("type") == "refusal"
+    return "<refusal>" if is_refusal else "<text>"
+
+
 def _kind_of_content(value: Any) -> str:
     if value is None:
         return "<none>"
     return "<parts>" if isinstance(value, list) else "<text>"
 
 
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
+    Discriminator(_kind_of_part),
+]
 Content = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")]
+    | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")]
     | Annotated[None, Tag("<none>")],
     Discriminator(_kind_of_content),
 ]
@@ -98,6 +116,9 @@ class Message(StrictBody):
     def _says_something(self) -> Message:
         if self.role != "assistant" and "content" not in self.model_fields_set:
             raise ValueError("Give a content, a text or null; only an assistant's message does without.")
+        if self.role != "assistant" and isinstance(self.content, list):
+            if any(isinstance(part, RefusalPart) for part in self.content):
+                raise ValueError("Only the assistant's messages have refusals.")
         return self
 
     def for_template(self) -> dict[str, Any]:

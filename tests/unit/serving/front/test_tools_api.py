@@ -329,6 +329,7 @@ async def test_where_it_may_choose_the_model_is_told_of_the_allowed_tools_alone(
         ({}, ""),
         ({"content": None, "refusal": "I cannot."}, "I cannot."),
         ({"content": "Yes.", "refusal": None}, "Yes."),
+        ({"content": [{"type": "refusal", "refusal": "I cannot."}]}, "I cannot."),
         ({"content": None, "tool_calls": []}, ""),
     ],
 )

@@ -394,8 +394,8 @@ def test_a_merge_key_is_no_key_that_occurs_twice(tmp_path: Path) -> None:
 
 
 TWO_APPLICATIONS = """applications:
-- args: {model: {path: assets/models/kedge-chat}, controller: {name: a, state_dir: x}}
-- args: {model: {path: assets/models/kedge-chat}, controller: {name: b, state_dir: y}}
+- args: {model: {path: assets/models/kedge-chat}, controller: {name: a, state_dir: x}, ingress: {operator_port: 81}}
+- args: {model: {path: assets/models/kedge-chat}, controller: {name: b, state_dir: y}, ingress: {operator_port: 82}}
 """
 
 
@@ -419,12 +419,13 @@ def test_a_log_in_redis_belongs_to_the_controllers_name(tmp_path: Path) -> None:
             "two applications have the args.controller.name 'a'; each needs its own",
         ),
         ((", state_dir: y", ", state_dir: x"), "two applications have the args.controller.state_dir 'x'"),
+        ((": 82", ": 81"), "two applications have the args.ingress.operator_port 81"),
     ],
 )
-def test_two_applications_cannot_have_one_controller(
+def test_two_applications_cannot_have_one_controller_or_port(
     changed: tuple[str, str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Sessions of one application would be placed on the other's replicas."""
+    """Sessions of one application would be placed on the other's replicas, or it could not listen."""
     path = tmp_path / "cluster.yaml"
     path.write_text(TWO_APPLICATIONS)
     assert len(check_file(str(path))) == 2

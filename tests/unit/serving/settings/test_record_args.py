@@ -35,6 +35,7 @@ sys.meta_path.insert(0, Hidden())
     [
         ("tracing", {"endpont": "http://a:4318"}, "unknown key 'endpont'; did you mean 'endpoint'?"),
         ("tracing", {"endpoint": "collector:4318"}, "args.tracing.endpoint"),
+        ("tracing", {"endpoint": "http://me:secret@c:4318"}, "OTEL_EXPORTER_OTLP_HEADERS"),
         ("tracing", {"sample_ratio": 1.5}, "args.tracing.sample_ratio"),
         ("logs", {"format": "xml"}, "args.logs.format"),
         ("logs", {"acces": "all"}, "unknown key 'acces'; did you mean 'access'?"),
