@@ -21,6 +21,7 @@ from engine.api import DeltaSink, Engine, EngineError, InvalidRequest
 from engine.models.hub import find_model
 from engine.settings import EngineSettings
 from serving.background import BackgroundTasks
+from serving.grammars.constraints import ConstraintCompiler
 from serving.logs.call_facts import CALL_FACTS, CallFacts
 from serving.replica.autoscaling_policy import ReplicaLoad
 from serving.replica.engine_watch import WATCH_INTERVAL_S, EngineWatch
@@ -136,7 +137,8 @@ class LLMReplica:
         )
         self._host = self._host_of(sessions, place.clock)
         self._moves = OrderedMoves(self._replica_id, self._host, sessions, self._controller, self._tasks)
-        self._builder = RequestBuilder(self._engine, self._text)
+        constraints = ConstraintCompiler(self._text.tokenizer, self._engine.vocab_size)
+        self._builder = RequestBuilder(self._engine, self._text, constraints)
         self._unnamed = UnnamedSessions(place.clock, args.sessions.unnamed.idle_timeout_s, self._engine)
         self._spans = open_spans(args.tracing, "replica", self._replica_id)
         self._turns = self._turn_runner(sessions, mailbox, place.clock)

@@ -40,14 +40,19 @@ class RequestBuilder:
     """Builds requests. Safe to use for any number of calls at once."""
 
     def __init__(
-        self, engine: Engine, text: TextProcessor, *, long_prompt_timeout_s: float = LONG_PROMPT_TIMEOUT_S
+        self,
+        engine: Engine,
+        text: TextProcessor,
+        constraints: ConstraintCompiler,
+        *,
+        long_prompt_timeout_s: float = LONG_PROMPT_TIMEOUT_S,
     ) -> None:
         self._engine = engine
         self._text = text
         self._long_prompts = ThreadPoolExecutor(LONG_PROMPT_THREADS, thread_name_prefix="long-prompt")
         self._long_prompt_timeout_s = long_prompt_timeout_s
         self._placer = PromptPlacer(text)
-        self._constraints = ConstraintCompiler(text.tokenizer, engine.vocab_size)
+        self._constraints = constraints
 
     async def constraint(self, call: TurnCall) -> TokenConstraint | None:
         """The constraint, in its initial state, on the call's whole output or on the function calls in it. None: there

@@ -116,9 +116,9 @@ class Message(StrictBody):
     def _says_something(self) -> Message:
         if self.role != "assistant" and "content" not in self.model_fields_set:
             raise ValueError("Give a content, a text or null; only an assistant's message does without.")
-        if self.role != "assistant" and isinstance(self.content, list):
-            if any(isinstance(part, RefusalPart) for part in self.content):
-                raise ValueError("Only the assistant's messages have refusals.")
+        parts = self.content if isinstance(self.content, list) else []
+        if self.role != "assistant" and any(isinstance(part, RefusalPart) for part in parts):
+            raise ValueError("Only the assistant's messages have refusals.")
         return self
 
     def for_template(self) -> dict[str, Any]:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.unit.engine.kernels.ahead_of_time import Compiler
+
+AT_EVERY_CHANGE = {"test_kv_write.py", "test_rms_norm.py", "test_rotary.py", "test_silu_mul.py"}
+"""Files that run at every change. The others take minutes in the interpreter: who changes a kernel names them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.path.name not in AT_EVERY_CHANGE:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

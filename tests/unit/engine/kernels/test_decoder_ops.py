@@ -53,7 +53,6 @@ def produced(directory: Path, ops: DecoderOps) -> list[list[int]]:
     return [stream.produced for stream in serve(loaded, prompts(), 16, True, chunk=40)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_decoders_give_the_same_tokens(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))

@@ -11,8 +11,6 @@ import pytest
 from engine.kernels.few_rows import TILES, RowTiles
 from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, Build, Compiler, Report
 
-pytestmark = pytest.mark.slow
-
 MULTIPROCESSORS = 132
 SHARED_BYTES = 228 * 1024
 """The shared memory of a multiprocessor of sm_90. Each block takes a KB besides its own."""

@@ -133,7 +133,6 @@ def test_splits_are_used_and_change_nothing() -> None:
     assert check(shape, tiles=ONE_SPLIT).sums.isnan().all()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("multiprocessors", [1, 2, 5, 13])
 def test_every_part_has_a_program(multiprocessors: int) -> None:
     """From a card without room for splits to one with room for some."""

@@ -13,8 +13,6 @@ from engine.attention.triton_backend import JOIN_ELEMENTS
 from engine.runner.kv_pool import FP8
 from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, Build, Compiler, Constant
 
-pytestmark = pytest.mark.slow
-
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16", FP8: "fp8e4nv"}
 DIVISIBLE = (
     "out q kv scales pages query_starts kv_lens partials sums counters "

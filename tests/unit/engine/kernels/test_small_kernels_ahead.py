@@ -13,8 +13,6 @@ import pytest
 from engine.kernels.sampling import BLOCK_TILES, GROUP, PICK_WARPS, SURVEY_TILES, TILE
 from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, ROOT, Build, Compiler, Report
 
-pytestmark = pytest.mark.slow
-
 VOCAB_TILES = {"fp32": 2048, "bf16": 4096}
 """Tiles of the summary, for up to 128 k and 256 k tokens."""
 

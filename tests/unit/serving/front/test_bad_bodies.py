@@ -45,8 +45,16 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
         "messages[0].content[0].type",
     ),
     (CHAT, {"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]}, "messages[0]"),
-    (CHAT, {"messages": [{"role": "assistant", "content": [{"type": "refusal"}]}]}, "messages[0].content[0].refusal"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]},
+        "messages[0]",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "content": [{"type": "refusal"}]}]},
+        "messages[0].content[0].refusal",
+    ),
     (CHAT, {"messages": [HELLO], "functions": [{}]}, "functions"),
     (CHAT, {"messages": [HELLO], "response_format": {"type": "xml"}}, "response_format.type"),
     (CHAT, {"messages": [HELLO], "response_format": {"type": "json_schema"}}, "response_format.json_schema"),

@@ -12,12 +12,14 @@ import pytest
 from msgspec.structs import replace
 
 from engine.api import EngineOverloaded
+from serving.grammars.constraints import ConstraintCompiler
 from serving.replica.turn_request import LONG_PROMPT, RequestBuilder
 from serving.text.chat_template import ChatTemplate
 from serving.wire.turns import ChatPrompt, Prompt, TextPrompt, TokenPrompt, TurnCall
 from tests.unit.serving.local_service import small_text
-from tests.unit.serving.replica_rig import Rig, call, running_rig
+from tests.unit.serving.replica_rig import VOCAB_SIZE, Rig, call, running_rig
 
+NO_GRAMMARS = ConstraintCompiler(None, VOCAB_SIZE)
 MESSAGE = {"role": "user", "content": "hi"}
 LONG: list[Prompt] = [
     TextPrompt("a" * LONG_PROMPT),
@@ -61,7 +63,7 @@ async def rig(tmp_path: Path) -> Any:
 @pytest.mark.parametrize("prompt", LONG)
 async def test_a_long_prompt_leaves_the_event_loop_free(rig: Rig, slow: Slow, prompt: Prompt) -> None:
     """A template's arguments used not to count as prompt: 31 MiB of them paused every stream for 5.5 s."""
-    builder = RequestBuilder(rig.engine, slow)  # type: ignore[arg-type]
+    builder = RequestBuilder(rig.engine, slow, NO_GRAMMARS)  # type: ignore[arg-type]
     asked = call([5])
     building = asyncio.create_task(builder.place(_with(asked, prompt), None))
     while not slow.threads:
@@ -72,7 +74,7 @@ async def test_a_long_prompt_leaves_the_event_loop_free(rig: Rig, slow: Slow, pr
 
 
 async def test_a_prompt_that_takes_too_long_is_given_up(rig: Rig, slow: Slow) -> None:
-    builder = RequestBuilder(rig.engine, slow, long_prompt_timeout_s=0.05)  # type: ignore[arg-type]
+    builder = RequestBuilder(rig.engine, slow, NO_GRAMMARS, long_prompt_timeout_s=0.05)  # type: ignore[arg-type]
     for _ in range(3):
         with pytest.raises(EngineOverloaded, match=r"within 0\.05 s"):
             await builder.place(_with(call([5]), LONG[0]), None)

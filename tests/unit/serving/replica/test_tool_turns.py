@@ -42,12 +42,9 @@ def with_marks(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def said(
-    tokenizer: PreTrainedTokenizerFast, name: FormatName, seed: int, *, parallel: bool = False
-) -> list[int]:
-    """A random answer of the tokenizer's tokens that the grammar allows."""
+def said(compiler: ConstraintCompiler, name: FormatName, seed: int, *, parallel: bool = False) -> list[int]:
+    """A random answer that the grammar allows."""
     chance = random.Random(seed)
-    compiler = ConstraintCompiler(tokenizer.backend_tokenizer, len(tokenizer))
     walk = asyncio.run(compiler.compile(wanted(name, parallel=parallel)))
     token_ids: list[int] = []
     while not walk.complete and not (walk.may_end and chance.random() < 0.5):
@@ -62,10 +59,11 @@ def said(
 def test_calls_with_special_marks(name: FormatName, make: type) -> None:
     tokenizer = with_marks(make())
     text = TextProcessor(tokenizer, vocab_size=len(tokenizer), max_context_len=1000)
+    compiler = ConstraintCompiler(tokenizer.backend_tokenizer, len(tokenizer))
     form = FORMATS[name]
     marks = [tokenizer.convert_tokens_to_ids(mark) for mark in (form.opener, form.closer) if len(mark) > 1]
     for seed in range(6):
-        token_ids = said(tokenizer, name, seed, parallel=seed > 2)
+        token_ids = said(compiler, name, seed, parallel=seed > 2)
         output = text.output_text(shown=(form.opener, form.closer))
         shown = output.push(token_ids, Finish(FinishReason.STOP))
         assert all(mark in token_ids for mark in marks if form.prefix)

@@ -29,6 +29,7 @@ from tests.unit.serving.tool_texts import cut
 START, END = "<|python_start|>", "<|python_end|>"
 TOKENIZER = byte_level_tokenizer()
 TOKENIZER.add_special_tokens({"additional_special_tokens": [START, END]})
+COMPILER = ConstraintCompiler(TOKENIZER.backend_tokenizer, len(TOKENIZER))
 
 
 def told(*parts: str) -> list[Piece]:
@@ -221,8 +222,7 @@ def test_time_is_linear_in_the_answer(scrap: str, begun: str) -> None:
 def held_to(*functions: dict[str, Any]) -> TokenConstraint:
     named = [{"name": f"do_{i}", "parameters": schema} for i, schema in enumerate(functions)]
     source = {"format": "pythonic", "functions": named, "parallel": True, "answer": None}
-    compiler = ConstraintCompiler(TOKENIZER.backend_tokenizer, len(TOKENIZER))
-    return asyncio.run(compiler.compile(OutputConstraint("tool_calls", json.dumps(source))))
+    return asyncio.run(COMPILER.compile(OutputConstraint("tool_calls", json.dumps(source))))
 
 
 def allows(schema: dict[str, Any], arguments: str) -> bool:

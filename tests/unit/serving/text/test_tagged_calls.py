@@ -4,6 +4,7 @@ that is held to calls contains such calls."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from serving.grammars.constraints import ConstraintCompiler
 from serving.text.answer_pieces import CallPiece, Piece
@@ -274,6 +276,16 @@ HELD: list[dict[str, Any]] = [
 ]
 
 
+@functools.cache
+def compiler_for(name: FormatName, *, marks: bool) -> tuple[PreTrainedTokenizerFast, ConstraintCompiler]:
+    """A tokenizer, with or without tokens for the format's marks, and its compiler, whose process takes half a second
+    to start."""
+    tokenizer = byte_level_tokenizer()
+    if marks:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(TAGGED_FORMATS[name].shown_tokens)})
+    return tokenizer, ConstraintCompiler(tokenizer.backend_tokenizer, len(tokenizer))
+
+
 @pytest.mark.parametrize("schema", HELD)
 @pytest.mark.parametrize("marks", [False, True], ids=["texts", "special_tokens"])
 @pytest.mark.parametrize("name", TAGGED_FORMATS)
@@ -281,16 +293,13 @@ def test_an_answer_that_is_held_to_calls_has_arguments_of_their_schemas(
     name: FormatName, marks: bool, schema: dict[str, Any]
 ) -> None:
     """Random walks through what is allowed, without a model."""
-    form, tokenizer = TAGGED_FORMATS[name], byte_level_tokenizer()
-    if marks:
-        tokenizer.add_special_tokens({"additional_special_tokens": list(form.shown_tokens)})
+    form, (tokenizer, compiler) = TAGGED_FORMATS[name], compiler_for(name, marks=marks)
     source = {
         "format": name,
         "functions": [{"name": "do", "parameters": schema}],
         "parallel": True,
         "answer": None,
     }
-    compiler = ConstraintCompiler(tokenizer.backend_tokenizer, len(tokenizer))
     for seed in range(8):
         walk = asyncio.run(compiler.compile(OutputConstraint("tool_calls", json.dumps(source))))
         chance, out = np.random.default_rng(seed), list[int]()
@@ -323,13 +332,10 @@ def test_free_text_ends_where_its_mark_does(
     name: FormatName, marks: bool, schema: dict[str, Any], value: Any, told_by: str
 ) -> None:
     """The token that ends a text without a limit used to be taken for a part of the text, so the call never ended."""
-    form, tokenizer = TAGGED_FORMATS[name], byte_level_tokenizer()
-    if marks:
-        tokenizer.add_special_tokens({"additional_special_tokens": list(form.shown_tokens)})
+    form, (tokenizer, compiler) = TAGGED_FORMATS[name], compiler_for(name, marks=marks)
     parameters = {"type": "object", **({"properties": {"x": schema}} if told_by == "its schema" else {})}
     function = {"name": "do", "parameters": parameters}
     source = {"format": name, "functions": [function], "parallel": False, "answer": None}
-    compiler = ConstraintCompiler(tokenizer.backend_tokenizer, len(tokenizer))
     walk = asyncio.run(compiler.compile(OutputConstraint("tool_calls", json.dumps(source))))
     before = form.before_value(is_string=isinstance(value, str))
     shown = value if isinstance(value, str) else json.dumps(value)
