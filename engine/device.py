@@ -188,9 +188,8 @@ def send(
     numbers: Sequence[int | float] | NDArray[np.int64], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """The numbers as a tensor on the device; the copy is asynchronous."""
-    if device.type != "cuda":
-        return torch.tensor(numbers, dtype=dtype, device=device)
-    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    tensor = torch.tensor(numbers, dtype=dtype)  # of an array, torch refuses to make a pinned one
+    return tensor if device.type != "cuda" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def send_bytes(data: bytes, device: torch.device) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from engine.device import (
     DeviceUnavailable,
@@ -11,6 +13,7 @@ from engine.device import (
     resolve_device,
     resolve_dtype,
     seconds_of_each,
+    send,
     synchronize,
 )
 
@@ -39,6 +42,27 @@ def test_dtypes() -> None:
     assert resolve_dtype("float32", GPU, torch.bfloat16) == torch.float32
     assert activation_dtype(CPU, torch.bfloat16) == torch.float32
     assert activation_dtype(GPU, torch.bfloat16) == torch.bfloat16
+
+
+@pytest.mark.parametrize("numbers", [[3, 1], np.array([3, 1])], ids=["list", "array"])
+def test_numbers_reach_a_device_through_pinned_memory(
+    numbers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch pins no tensor that it makes of an array. Every step with new pages would have failed on a GPU."""
+    steps: list[str] = []
+
+    def pinned(tensor: Tensor) -> Tensor:
+        steps.append("pinned")
+        return tensor
+
+    def moved(tensor: Tensor, device: torch.device, *, non_blocking: bool) -> Tensor:
+        steps.append(f"to {device}, {non_blocking=}")
+        return tensor
+
+    monkeypatch.setattr(Tensor, "pin_memory", pinned)
+    monkeypatch.setattr(Tensor, "to", moved)
+    assert send(numbers, torch.int64, GPU).tolist() == [3, 1]
+    assert steps == ["pinned", "to cuda:0, non_blocking=True"]
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="no GPU")
