@@ -146,6 +146,9 @@ def build_runner(
         for rows, items, longest in steps_beyond_graphs(limits, execution):
             runner.rehearse(rows, items, longest)
         runner.rehearse(limits.rows, limits.items)  # proves that there is memory for the largest step
+        runner.rehearse_picks()
+        for items, tokens in ((1, 1), (limits.items, 1), (1, limits.rows)):
+            careful.rehearse_drafts(items, tokens)
     return runner
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from engine.api import SamplingParams
 from engine.attention.interface import AttentionBackend
 from engine.batch import BatchItem, DraftWork, SampleSpec, ScheduledBatch
@@ -56,6 +58,14 @@ class DraftModel:
                 f"the draft model has {self._vocab_size} tokens in its vocabulary, the model {vocab_size}"
             )
         assert (self.kv.num_pages, self.kv.page_size) == (target.num_pages, target.page_size)
+
+    def rehearse(self, num_items: int, num_tokens: int) -> None:
+        """Runs a step of so many items with so many tokens each, as far as they fit, in pages that nobody uses yet.
+        Compiles its kernels, and shows whether there is memory for it."""
+        longest = min(num_tokens, self._max_context_len, self.kv.num_pages * self.kv.page_size)
+        pages = np.arange(-(-longest // self.kv.page_size), dtype=np.int32)
+        sample = SampleSpec(_GREEDY)
+        self._run([BatchItem("", [0] * longest, 0, pages, True, sample) for _ in range(num_items)])
 
     def propose(self, items: Sequence[BatchItem]) -> list[BatchItem]:
         """The items to verify: the items whose `draft` asks for proposals now end with them.

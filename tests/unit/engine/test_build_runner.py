@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from engine import build_runner as composition
 from engine.api import SamplingParams
@@ -35,7 +36,7 @@ from engine.parallel.ranks import OneRank
 from engine.runner.device_runner import DeviceRunner
 from engine.runner.disk_folder import DiskUnavailable
 from engine.runner.kv_pool import PoolTooSmall, make_kv_pool
-from engine.runner.sample_table import pick_by_row
+from engine.runner.sample_table import SampleTable, pick_by_row
 from engine.runner.torch_runner import TorchRunner
 from engine.settings import (
     CacheSettings,
@@ -203,6 +204,25 @@ def test_the_runner_of_a_gpu_is_put_together(
     expected = plain.launch(ScheduledBatch([item])).result()
     assert runner.launch(ScheduledBatch([item])).result() == expected
     runner.close()
+
+
+def test_picks_from_edited_logits_are_rehearsed(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their logits are in float32. The kernel for those used to be compiled at the first request with a penalty."""
+    picked: list[tuple[torch.dtype, int]] = []
+
+    def pick(logits_RV: Tensor, table: SampleTable, out_R: Tensor) -> None:
+        picked.append((logits_RV.dtype, len(logits_RV)))
+        pick_by_row(logits_RV.float(), table, out_R)
+
+    logits = loaded.model.logits
+    monkeypatch.setattr(loaded.model, "logits", lambda rows: logits(rows).bfloat16())
+    monkeypatch.setattr(composition, "choose_picker", lambda _device: pick)
+    monkeypatch.setattr(composition, "is_gpu", lambda _device: True)
+    limits = SchedulerSettings(max_batch_tokens=40, chunk_size=16, max_running=5)
+    build_runner(loaded, CacheSettings(4, 10), scheduler=limits).close()
+    assert {(torch.float32, 1), (torch.float32, 2), (torch.float32, 5), (torch.bfloat16, 5)} <= set(picked)
 
 
 def test_steps_beyond_graphs_have_items_of_every_length() -> None:

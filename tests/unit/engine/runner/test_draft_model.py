@@ -51,6 +51,18 @@ def make_draft(folder: Path, config: dict[str, Any], seed: int = 1) -> DraftMode
     return DraftModel(loaded.model, pool, TorchAttention(pool), loaded.vocab_size, loaded.max_context_len)
 
 
+def test_rehearsals_leave_nothing(tmp_path: Path) -> None:
+    """On a GPU they compile its kernels before the first request, and may fill the whole pool."""
+    fresh, rehearsed = make_draft(tmp_path / "a", SMALL), make_draft(tmp_path / "b", SMALL)
+    for num_items, num_tokens in ((1, 1), (7, 1), (1, 10_000)):
+        rehearsed.rehearse(num_items, num_tokens)
+    pages = np.arange(PAGES_EACH, dtype=np.int32)
+    tokens = [5, 3, 8, 1]
+    asked = BatchItem("a", tokens, 0, pages, True, SampleSpec(GREEDY), draft=DraftWork(0, tokens, 4))
+    with torch.inference_mode():
+        assert rehearsed.propose([asked]) == fresh.propose([asked])
+
+
 def make_runner(tmp_path: Path, draft: DraftModel | None) -> TorchRunner:
     loaded, pool = load(tmp_path / "target", TARGET, 1)
     return TorchRunner(
