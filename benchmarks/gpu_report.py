@@ -1,7 +1,7 @@
 """Checks and times everything on one card, and prints one table.
 
     python -m benchmarks.gpu_report                         # all sections; from the repository root
-    python -m benchmarks.gpu_report --sections ceilings,decode --limit-s 500
+    python -m benchmarks.gpu_report --sections ceilings,decode --limit-s 500 --json figures.json
     python -m benchmarks.gpu_report --dry                   # without a card: proves the paths, measures nothing
 
 Each section runs in a process of its own with a time limit, so a section that fails, hangs or spoils the card's context
@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from benchmarks.gpu.record import Record, SectionRecord
 from benchmarks.gpu.rows import Row, RowFile, failed, markdown, skipped
 
 ROOT = Path(__file__).resolve().parents[1]
+LOOK_S = 0.5
 GRACE_S = 10.0
 """From the time limit that a section is told to the moment its process is killed."""
 
@@ -43,13 +45,14 @@ class Section:
 SECTIONS = {
     "environment": Section("benchmarks.gpu.ceilings:run_environment", 60),
     "ceilings": Section("benchmarks.gpu.ceilings:run_ceilings", 90),
-    "checks": Section("benchmarks.gpu.checks:run", 420),
-    "attention": Section("benchmarks.gpu.attention:run", 240),
-    "operators": Section("benchmarks.gpu.operators:run", 180),
-    "tune": Section("benchmarks.gpu.tune:run", 480, by_default=False),
     "decode": Section("benchmarks.gpu.decode:run", 480),
+    "attention": Section("benchmarks.gpu.attention:run", 240),
     "sessions": Section("benchmarks.gpu.sessions:run", 540),
+    "operators": Section("benchmarks.gpu.operators:run", 180),
+    "checks": Section("benchmarks.gpu.checks:run", 420),
+    "tune": Section("benchmarks.gpu.tune:run", 480, by_default=False),
 }
+"""In this order: where a card is lent for minutes, what is only known on a card comes first."""
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -75,6 +78,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--section", help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--deadline-s", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     names = [name for name in options.sections.split(",") if name] + ["tune"] * options.tune
     unknown = sorted(set(names) - set(SECTIONS))
@@ -89,6 +93,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     if options.section is not None:
+        if options.parent is not None:
+            end_with(options.parent)
         run_section(options)
         return
     begin_s = time.monotonic()
@@ -127,6 +133,7 @@ def in_own_process(name: str, arguments: list[str], folder: Path, left_s: float 
     file = RowFile(folder / f"{name}.jsonl")
     command = [sys.executable, "-m", "benchmarks.gpu_report", *arguments, "--section", name]
     command += ["--rows", str(folder / f"{name}.jsonl"), "--deadline-s", str(limit_s - GRACE_S)]
+    command += ["--parent", str(os.getpid())]
     begin_s = time.monotonic()
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
@@ -142,6 +149,17 @@ def in_own_process(name: str, arguments: list[str], folder: Path, left_s: float 
         process.wait()
     print(f"[{name}] took {time.monotonic() - begin_s:.1f} s", flush=True)
     return rows
+
+
+def end_with(parent: int) -> None:
+    """Ends this process, and those that it started, if the report is killed. Otherwise it would keep the card busy."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK_S)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def run_section(options: argparse.Namespace) -> None:

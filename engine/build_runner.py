@@ -23,7 +23,7 @@ from engine.parallel.ranks import OneRank, RankGroup
 from engine.parallel.shared_logits import SharedLogits
 from engine.runner.device_runner import DeviceRunner
 from engine.runner.disk_folder import DiskFolder, DiskUnavailable
-from engine.runner.disk_format import Checked, Encrypted
+from engine.runner.disk_format import Checked
 from engine.runner.disk_store import DiskStore
 from engine.runner.draft_model import DraftModel
 from engine.runner.graphs import Graphs, ladder, make_graphs
@@ -246,7 +246,14 @@ def open_disk(cache: CacheSettings) -> DiskStore | None:
         return None
     if cache.disk_path is None:
         raise DiskUnavailable("disk_size_bytes needs a disk_path")
-    return DiskStore(DiskFolder(Path(cache.disk_path)), Encrypted() if cache.disk_encrypted else Checked())
+    folder = DiskFolder(Path(cache.disk_path))
+    if not cache.disk_encrypted:
+        return DiskStore(folder, Checked())
+    from engine.runner.disk_encryption import (
+        Encrypted,
+    )  # needs a package that nothing else of the engine does
+
+    return DiskStore(folder, Encrypted())
 
 
 def choose_picker(device: torch.device) -> RowPicker:

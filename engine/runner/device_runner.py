@@ -149,7 +149,9 @@ class DeviceRunner:
     def rehearse_picks(self) -> None:
         """Picks from logits in float32, as steps do whose logits are edited or scored: the model's own dtype has
         another kernel. To be called after `rehearse`."""
-        for num_sampled in sorted({1, min(2, self._max_sampled), self._max_sampled}):  # odd and even: aligned or not
+        for num_sampled in sorted(
+            {1, min(2, self._max_sampled), self._max_sampled}
+        ):  # odd and even: aligned or not
             self._choose(self._logits(num_sampled).float(), num_sampled)
 
     def launch(self, batch: ScheduledBatch) -> Launch:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,28 @@ def test_a_section_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
     (row,) = gpu_report.in_own_process("ceilings", ["--dry"], tmp_path, 0.2)
     assert row.outcome == "failed"
     assert "was ended" in row.note
+
+
+def test_a_section_ends_with_a_report_that_is_killed(tmp_path: Path) -> None:
+    """Where a card is lent, a call past its time is killed. What it started would keep the card busy."""
+    command = [sys.executable, "-m", "benchmarks.gpu_report", "--dry", "--sections", "sessions"]
+    report = subprocess.Popen([*command, "--json", str(tmp_path / "figures.json")], cwd=ROOT)
+    children = Path(f"/proc/{report.pid}/task/{report.pid}/children")
+    try:
+        section = int(_once(lambda: children.read_text().split())[0])
+    finally:
+        report.kill()
+        report.wait()
+    assert _once(lambda: not Path(f"/proc/{section}").exists())
+
+
+def _once(look: Callable[[], Any]) -> Any:
+    """What `look` finds, as soon as it finds something."""
+    deadline_s = time.monotonic() + 30.0
+    while not (found := look()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    return found
 
 
 def test_no_time_is_left_for_a_section(tmp_path: Path) -> None:

@@ -206,9 +206,7 @@ def test_the_runner_of_a_gpu_is_put_together(
     runner.close()
 
 
-def test_picks_from_edited_logits_are_rehearsed(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_picks_from_edited_logits_are_rehearsed(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their logits are in float32. The kernel for those used to be compiled at the first request with a penalty."""
     picked: list[tuple[torch.dtype, int]] = []
 

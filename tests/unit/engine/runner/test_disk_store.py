@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.runner.disk_folder import DiskFolder
-from engine.runner.disk_format import Checked, Encrypted
+from engine.runner.disk_encryption import Encrypted
+from engine.runner.disk_format import Checked
 from engine.runner.disk_store import DiskFault, DiskStore
 
 
