@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.runner.disk_folder import DiskFolder
 from engine.runner.disk_encryption import Encrypted
+from engine.runner.disk_folder import DiskFolder
 from engine.runner.disk_format import Checked
 from engine.runner.disk_store import DiskFault, DiskStore
 

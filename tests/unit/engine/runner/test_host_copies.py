@@ -14,8 +14,8 @@ import torch
 
 from cache.tiers import PoolPages
 from engine.runner import host_copies
-from engine.runner.disk_folder import DiskFolder
 from engine.runner.disk_encryption import Encrypted
+from engine.runner.disk_folder import DiskFolder
 from engine.runner.disk_store import DiskStore
 from engine.runner.host_copies import HostCopies
 from engine.runner.kv_pool import FP8, KVLayout, KVPool, make_kv_pool
