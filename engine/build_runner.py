@@ -249,9 +249,7 @@ def open_disk(cache: CacheSettings) -> DiskStore | None:
     folder = DiskFolder(Path(cache.disk_path))
     if not cache.disk_encrypted:
         return DiskStore(folder, Checked())
-    from engine.runner.disk_encryption import (
-        Encrypted,
-    )  # needs a package that nothing else of the engine does
+    from engine.runner.disk_encryption import Encrypted  # its package is needed for this alone
 
     return DiskStore(folder, Encrypted())
 
