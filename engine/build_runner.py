@@ -16,7 +16,7 @@ from cache.token_chain import KVIdentity
 from engine.attention.choose import AttentionChoice, choose_attention
 from engine.device import dtype_name, is_gpu, memory_room, peak_bytes, reset_peak, resolve_device
 from engine.kernels.choose import choose_ops, triton_trouble
-from engine.memory import check_host, memory_for
+from engine.memory import MemoryShort, check_host, memory_for
 from engine.models.errors import UnsupportedModel
 from engine.models.loader import LoadedModel, load_model
 from engine.parallel.ranks import OneRank, RankGroup
@@ -27,6 +27,7 @@ from engine.runner.disk_format import Checked
 from engine.runner.disk_store import DiskStore
 from engine.runner.draft_model import DraftModel
 from engine.runner.graphs import Graphs, ladder, make_graphs
+from engine.runner.host_blocks import HostBlocks
 from engine.runner.host_copies import HostCopies
 from engine.runner.kv_pool import KVPool, make_kv_pool
 from engine.runner.protocol import Runner
@@ -136,7 +137,8 @@ def build_runner(
         draft_bytes = draft.layout.page_bytes(draft.layout.num_layers, cache.page_size, draft.dtype)
     pool = make_kv_pool(loaded.layout, cache, loaded.dtype, loaded.device, draft_bytes, room_bytes)
     attention = choose_attention(execution.attention, pool, loaded.device)
-    careful = careful_runner(loaded, pool, attention, draft, execution, open_disk(cache))
+    blocks = _pinned_blocks(cache.host_size_bytes // ranks.size, loaded.device) if on_gpu else None
+    careful = careful_runner(loaded, pool, attention, draft, execution, open_disk(cache), blocks)
     if not on_gpu:
         return careful
     graphs = make_graphs(loaded.device, wanted=execution.graphs)
@@ -173,6 +175,7 @@ def careful_runner(
     draft: LoadedModel | None,
     execution: ExecutionSettings,
     disk: DiskStore | None = None,
+    blocks: HostBlocks | None = None,
 ) -> TorchRunner:
     """The runner that supports everything, one step at a time."""
     drafter, draft_pool = None, None
@@ -185,7 +188,7 @@ def careful_runner(
             draft.vocab_size,
             draft.max_context_len,
         )
-    copies = HostCopies.of(pool, None if draft_pool is None else draft_pool.full, disk)
+    copies = HostCopies.of(pool, None if draft_pool is None else draft_pool.full, disk, blocks)
     about = {"attention": attention.name, "attention_reason": attention.reason, **loaded.about}
     if disk is not None:
         about["disk"] = disk.path
@@ -252,6 +255,14 @@ def open_disk(cache: CacheSettings) -> DiskStore | None:
     from engine.runner.disk_encryption import Encrypted  # its package is needed for this alone
 
     return DiskStore(folder, Encrypted())
+
+
+def _pinned_blocks(size_bytes: int, device: torch.device) -> HostBlocks:
+    """One rank's host memory for idle sessions' KV. Raises MemoryShort if the driver does not pin as much."""
+    try:
+        return HostBlocks(size_bytes, device)
+    except RuntimeError as error:
+        raise MemoryShort(f"idle sessions' KV has no pinned host memory (cache.host_mib): {error}") from error
 
 
 def choose_picker(device: torch.device) -> RowPicker:

@@ -16,10 +16,11 @@ from engine.token_rules import TokenRules, both
 
 
 class StopCriteria:
-    """Judges each accepted token. `eos_token_ids` are the model's own; `max_context_len` is in tokens."""
+    """Judges each accepted token. `eos_token_ids` are the model's own; some checkpoints name more than are in their
+    vocabulary. `max_context_len` is in tokens."""
 
     def __init__(self, eos_token_ids: frozenset[int], max_context_len: int, vocab_size: int) -> None:
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids = frozenset(each for each in eos_token_ids if 0 <= each < vocab_size)
         self._vocab_size = vocab_size
         self._num_mask_bytes = -(-vocab_size // 8)
         self._max_context_len = max_context_len

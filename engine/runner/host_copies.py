@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from cache.tiers import PoolPages
-from engine.device import CopyStream, fetch, pinned, send
+from engine.device import CopyStream, pinned, send
 from engine.runner.disk_store import DiskStore
+from engine.runner.host_blocks import BLOCK_BYTES, HostBlocks
 from engine.runner.kv_pool import KVPool, PagedKV
 
-PIECE_BYTES = 32 * 2**20
+PIECE_BYTES = BLOCK_BYTES
 """The most that is gathered at once, and so the device memory that a copy of any size takes."""
 
 _PAGE_DIM = 3
@@ -60,30 +61,46 @@ class HostCopies:
     """
 
     def __init__(
-        self, full: Sequence[PagedKV], window: PagedKV | None, disk: DiskStore | None = None
+        self,
+        full: Sequence[PagedKV],
+        window: PagedKV | None,
+        disk: DiskStore | None = None,
+        blocks: HostBlocks | None = None,
     ) -> None:
         self._full = [tensor for paged in full if paged.kv_L2KSD.shape[0] for tensor in _by_page(paged)]
         self._window = [] if window is None else _by_page(window)
         self._saved: dict[int, list[Tensor]] = {}
         self._disk = disk
         device = full[0].kv_L2KSD.device
+        self._blocks = blocks or HostBlocks(0, device)
         self._host_lane = CopyLane("kedge-kv-copies", device)
         self._write_lane = CopyLane("kedge-kv-writes", device)
         self._read_lane = CopyLane("kedge-kv-reads", device)
 
     @classmethod
-    def of(cls, pool: KVPool, draft: PagedKV | None = None, disk: DiskStore | None = None) -> HostCopies:
+    def of(
+        cls,
+        pool: KVPool,
+        draft: PagedKV | None = None,
+        disk: DiskStore | None = None,
+        blocks: HostBlocks | None = None,
+    ) -> HostCopies:
         """For a model's pool, and a draft model's if there is one."""
-        return cls([pool.full] if draft is None else [pool.full, draft], pool.window, disk)
+        return cls([pool.full] if draft is None else [pool.full, draft], pool.window, disk, blocks)
 
     def save(self, key: int, pages: PoolPages) -> Future[None]:
         """A save that fails (for lack of memory) leaves nothing under `key`."""
 
         def copy() -> None:
-            self._saved[key] = [
-                fetch(pool_L2KPpD.index_select(_PAGE_DIM, piece_n.to(pool_L2KPpD.device)))
-                for pool_L2KPpD, piece_n in pieces
-            ]
+            copies: list[Tensor] = []
+            try:
+                for pool_L2KPpD, piece_n in pieces:
+                    part = pool_L2KPpD.index_select(_PAGE_DIM, piece_n.to(pool_L2KPpD.device))
+                    copies.append(self._blocks.copy_of(part))
+            except BaseException:
+                self._blocks.give_back(copies)
+                raise
+            self._saved[key] = copies
 
         pieces = self._pieces(pages)
         return self._host_lane.submit(copy)
@@ -107,7 +124,7 @@ class HostCopies:
         if disk is not None and key in disk:
             self._write_lane.submit(lambda: disk.remove(key))  # queued before the write that takes its room
         else:
-            del self._saved[key]
+            self._blocks.give_back(self._saved.pop(key))
 
     def clone(self, source: PoolPages, target: PoolPages) -> None:
         """Runs on the engine's thread, in the stream of its steps, without waiting. No page may be both source and

@@ -82,12 +82,12 @@ class TorchRunner:
         return self.run(self.with_drafts(batch))
 
     @torch.inference_mode()
-    @torch.inference_mode()
     def rehearse_drafts(self, num_items: int, num_tokens: int) -> None:
         """See DraftModel.rehearse. Without a draft model nothing is done."""
         if self._draft is not None:
             self._draft.rehearse(num_items, num_tokens)
 
+    @torch.inference_mode()
     def with_drafts(self, batch: ScheduledBatch) -> ScheduledBatch:
         """The batch with the draft model's proposals, computed now."""
         if self._draft is None:

@@ -56,6 +56,14 @@ def test_each_token_is_the_pick_among_those_allowed(driver: Driver, seed: int | 
     assert (outcome.finish.reason, outcome.finish.matched) == (FinishReason.STOP, None)
 
 
+@pytest.mark.parametrize("eos_token_id", [-1, VOCAB + 8])
+def test_an_end_token_outside_the_vocabulary_breaks_no_constraint(eos_token_id: int) -> None:
+    """Every constrained request of such a checkpoint used to fail."""
+    driver = Driver(eos_token_ids=frozenset({0, eos_token_id}))
+    (outcome,) = driver.generate(constrained("a", Ladder(RUNGS)))
+    assert outcome.token_ids == by_hand(driver, PROMPT, Ladder(RUNGS))
+
+
 def test_neighbours_say_what_they_would_say_alone(driver: Driver) -> None:
     outcomes = driver.generate(
         request("free", [9, 8, 7], 30),

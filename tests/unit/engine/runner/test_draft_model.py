@@ -127,6 +127,23 @@ def test_proposals_are_its_own_greedy_tokens(tmp_path: Path) -> None:
             lens[index] += counts[index] + 1
 
 
+def test_it_runs_in_inference_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model over the bridge has parameters with gradients. Outside this mode each of its proposals would fail, and
+    its pool would keep a graph of all writes."""
+    draft = make_draft(tmp_path / "small", SMALL)
+    forward, modes = draft._model.forward, list[bool]()
+
+    def noted(*inputs: Any) -> torch.Tensor:
+        modes.append(torch.is_inference_mode_enabled())
+        return forward(*inputs)
+
+    monkeypatch.setattr(draft._model, "forward", noted)
+    runner = make_runner(tmp_path, draft)
+    runner.rehearse_drafts(2, 3)
+    assert run(runner, mirrored(0, prompt(0), 3))[0].num_proposed == 3
+    assert modes == [True] * 4
+
+
 def test_another_model_changes_no_token(tmp_path: Path) -> None:
     truth = greedy(make_runner(tmp_path, None), 0, prompt(2), 12)
     runner = make_runner(tmp_path, make_draft(tmp_path / "small", SMALL, seed=9))
