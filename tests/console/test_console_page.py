@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
@@ -107,6 +108,22 @@ def test_forks_rewinds_and_the_end_by_click(served: ServedService, console: Open
     expect(page.locator("#rows tr")).to_have_count(1)
     expect(page.locator("#history")).to_be_hidden()
     expect(page.locator("#events li").first).to_contain_text(f"closed{session}")
+
+
+def test_a_request_of_a_tree_offers_nothing_that_would_end_the_tree(
+    served: ServedService, console: Open
+) -> None:
+    """Its buttons used to act on the whole tree: "Close it" deleted every request."""
+    with httpx.Client(base_url=served.address) as client:
+        tree = client.post("/open_session", json={"capacity_of_str_len": 1000}).json()
+        body = {"input_ids": [1, 2, 3], "rid": "first", "sampling_params": {"max_new_tokens": 2}}
+        assert client.post("/generate", json=body | {"session_params": {"id": tree}}).status_code == 200
+    page = console(served.address).live().page
+    chosen(page, f"{tree} · first")
+    buttons = page.locator("#history-buttons")
+    expect(buttons.get_by_role("button", name="Hide")).to_be_visible()
+    for name in ("Chat in it", "Fork", "Close it"):
+        expect(buttons.get_by_role("button", name=name)).to_be_hidden()
 
 
 def test_sessions_are_sorted_and_filtered(served: ServedService, console: Open) -> None:

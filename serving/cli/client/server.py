@@ -33,7 +33,11 @@ def server_at(
     headers = authorization(api_key) | ({} if tenant is None else {TENANT_HEADER: tenant})
     try:
         return httpx.Client(base_url=url, headers=headers, timeout=timeout)
-    except (httpx.InvalidURL, UnicodeEncodeError) as error:
+    except (
+        httpx.InvalidURL,
+        ValueError,
+        ImportError,
+    ) as error:  # the last two: a proxy that httpx cannot use
         raise ServerError(f"{url} cannot be called: {error}") from error
 
 

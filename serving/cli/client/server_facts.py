@@ -79,7 +79,10 @@ class ServerFacts:
 
 def gather_facts(client: httpx.Client) -> ServerFacts:
     """Raises ServerError if no server answers or if it is not Kedge."""
-    version = str(request_json(client, "GET", "/version")["version"])
+    told = request_json(client, "GET", "/version")
+    if not isinstance(told, dict) or "version" not in told:
+        raise ServerError(f"what answers at {client.base_url} is not Kedge")
+    version = str(told["version"])
     info, refusal = None, None
     try:
         info = request_json(client, "GET", "/get_server_info")

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 from rich.console import Console
+from rich.segment import Segment, Segments
 
 from serving.cli.client.conversation import Conversation, TurnTiming
 from serving.cli.client.server import ServerError, first_model, server_at
@@ -78,19 +79,21 @@ def _talk(
     """Returns False if a turn failed."""
     conversation, ours = start(session_id), session_id is None
     all_well = True
-    for line in _lines(console):
-        if line == "/help":
-            console.print(HELP, style="dim")
-        elif line == "/reset":
-            _leave(console, conversation, ours)
-            conversation, ours = start(None), True
-        elif line == "/quit":
-            break
-        elif line.startswith("/"):
-            console.print(f"unknown command {line}; /help lists them", style="dim", markup=False)
-        elif line:
-            all_well &= _run_turn(console, conversation, line, run_turn)
-    _leave(console, conversation, ours)
+    try:
+        for line in _lines(console):
+            if line == "/help":
+                console.print(HELP, style="dim")
+            elif line == "/reset":
+                _leave(console, conversation, ours)
+                conversation, ours = start(None), True
+            elif line == "/quit":
+                break
+            elif line.startswith("/"):
+                console.print(f"unknown command {line}; /help lists them", style="dim", markup=False)
+            elif line:
+                all_well &= _run_turn(console, conversation, line, run_turn)
+    finally:
+        _leave(console, conversation, ours)
     return all_well
 
 
@@ -105,14 +108,17 @@ def _leave(console: Console, conversation: Conversation, ours: bool) -> None:
 def _lines(console: Console) -> Iterator[str]:
     """The user's lines until end of input. A terminal gets a prompt; Ctrl-C there clears the line."""
     if not sys.stdin.isatty():
-        for line in sys.stdin:
-            yield line.strip()
+        for line in sys.stdin.buffer:
+            yield line.decode(errors="replace").strip()
         return
     import readline  # noqa: F401  (line editing and history for `input`)
 
+    prompt = "" if console.stderr or not sys.stdout.isatty() else "> "  # `input` prompts on standard output
     while True:
         try:
-            yield input("> ").strip()
+            if not prompt:
+                typer.echo("> ", nl=False, err=True)
+            yield input(prompt).strip()
         except KeyboardInterrupt:
             console.print("\n(Ctrl-D or /quit leaves)", style="dim")
         except EOFError:
@@ -126,6 +132,8 @@ def _run_turn(console: Console, conversation: Conversation, text: str, run_turn:
         run_turn(console, conversation, text)
         conversation.commit()
     except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise  # nobody is there to say the next line
         console.print("\n(stopped; the session stands where it was before this turn)", style="dim")
         return True
     except ServerError as error:
@@ -141,9 +149,9 @@ def _print_turn(console: Console, conversation: Conversation, text: str) -> None
 
     def show(piece: str, style: str | None = None) -> None:
         if piece:
-            console.print(
-                printable(piece) if console.is_terminal else piece, end="", markup=False, style=style
-            )
+            # As a text, tabs would become spaces, and words between colons emoji.
+            said = printable(piece) if console.is_terminal else piece
+            console.print(Segments([Segment(said, console.get_style(style) if style else None)]), end="")
 
     with conversation.turn(text) as stream:
         thinks = False

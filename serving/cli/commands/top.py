@@ -36,8 +36,8 @@ def top(
     """Watch a cluster: replicas and their KV pages, load, sessions, and events. Ctrl-C ends it.
 
     Only for operators. With --json, each event of the stream is a line of JSON, with its name under "event"; with
-    --json --once, only the state is printed. If the server goes away, kedge waits for it. If there was none at the
-    start, the exit status is 1.
+    --json --once, only the state is printed. If the server goes away, kedge waits for it; with --json it ends with
+    exit status 1, as it does if there was no server at the start.
     """
     try:
         with one_line_errors("top"), server_at(url, api_key, timeout=TIMEOUT_S) as client:

@@ -3,6 +3,8 @@
 import { sessionPath } from "./api.js";
 import { byId, bytes, count, el, plural, say } from "./dom.js";
 
+const GONE = "This session has ended, or was not used for long.";
+
 export class History {
   // `on` has chat(row), forked(id, tenant), closed(), wantsKey(error).
   constructor(api, on) {
@@ -13,18 +15,21 @@ export class History {
     this.section = byId("history");
     this.said = byId("history-said");
     this.close = el("button", { type: "button", class: "danger", onclick: () => this.confirmClose() }, "Close it");
-    byId("history-buttons").append(
+    // What is done with a whole session. A request of a tree is a row, too, but these would act on the whole tree.
+    this.whole = [
       el("button", { type: "button", class: "main", onclick: () => this.on.chat(this.row) }, "Chat in it"),
       el("button", { type: "button", onclick: () => this.fork(null) }, "Fork"),
       this.close,
-      el("button", { type: "button", onclick: () => this.leave() }, "Hide"),
-    );
+    ];
+    const hide = el("button", { type: "button", onclick: () => this.leave() }, "Hide");
+    byId("history-buttons").append(...this.whole, hide);
   }
 
   async open(row) {
     this.row = row;
     this.section.hidden = false;
     this.resetClose();
+    for (const button of this.whole) button.hidden = row.rid !== null;
     say(byId("history-title"), `Session ${row.session_id}${row.rid === null ? "" : ` · ${row.rid}`}`);
     say(this.said, "");
     byId("turns").replaceChildren();
@@ -35,8 +40,9 @@ export class History {
 
   // The newest figures of the session that is shown.
   show(row) {
-    const grown = row.turns !== this.row.turns && !row.in_turn;
+    const grown = row.turns !== this.row.turns;
     this.row = row;
+    if (this.said.textContent === GONE) say(this.said, "");
     const pages = row.kv_pages === null ? "" : `, ${plural(row.kv_pages, "page")}`;
     say(
       byId("history-facts"),
@@ -47,7 +53,7 @@ export class History {
   }
 
   gone() {
-    say(this.said, "This session has ended, or was not used for long.");
+    say(this.said, GONE);
   }
 
   leave() {
@@ -104,8 +110,9 @@ export class History {
     const { session_id: id, tenant } = this.row;
     await this.tried(async () => {
       const forked = await this.api.json("POST", sessionPath(id, "/fork"), { tenant, body: place ?? {} });
-      say(
-        this.said,
+      this.tell(
+        id,
+        tenant,
         `Forked: ${forked.session_id} has ${count(forked.tokens)} tokens, of which ${count(forked.cached_tokens)} have KV.`,
       );
       this.on.forked(forked.session_id, tenant);
@@ -116,8 +123,7 @@ export class History {
     const { session_id: id, tenant } = this.row;
     await this.tried(async () => {
       const rewound = await this.api.json("POST", sessionPath(id, "/rewind"), { tenant, body: place });
-      say(this.said, `Rewound: ${count(rewound.tokens)} tokens are left.`);
-      await this.load();
+      if (this.tell(id, tenant, `Rewound: ${count(rewound.tokens)} tokens are left.`)) await this.load();
     });
   }
 
@@ -131,9 +137,9 @@ export class History {
     const { session_id: id, tenant } = this.row;
     await this.tried(async () => {
       await this.api.call("DELETE", sessionPath(id), { tenant });
-      this.leave();
+      if (this.shows(id, tenant)) this.leave();
     });
-    this.resetClose();
+    if (this.shows(id, tenant)) this.resetClose();
   }
 
   resetClose() {
@@ -141,12 +147,24 @@ export class History {
     this.close.textContent = "Close it";
   }
 
+  // Whether this session is the one that is shown. Meanwhile another one may have been opened.
+  shows(id, tenant) {
+    return this.row !== null && this.row.session_id === id && this.row.tenant === tenant;
+  }
+
+  tell(id, tenant, text) {
+    const shown = this.shows(id, tenant);
+    if (shown) say(this.said, text);
+    return shown;
+  }
+
   async tried(work) {
+    const { session_id: id, tenant } = this.row;
     try {
       await work();
     } catch (error) {
       if (error.wantsKey) this.on.wantsKey(error);
-      say(this.said, error.message);
+      this.tell(id, tenant, error.message);
     }
   }
 }

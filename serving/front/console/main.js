@@ -11,6 +11,7 @@ import { keyOf, Sessions } from "./sessions.js";
 const WATCH = "v1/kedge/watch";
 const MOST_SESSIONS = 500;
 const RETRY_MS = [500, 1000, 2000, 5000];
+const SILENCE_MS = 15000;
 
 class Console {
   constructor() {
@@ -58,17 +59,30 @@ class Console {
     const options = { signal: this.watching.signal, query: { interval_s: 1, limit: MOST_SESSIONS } };
     const stream = this.api.events("GET", WATCH, options);
     const beganS = Date.now() / 1000;
-    for await (const { name, data } of stream) {
-      if (first) {
-        this.events.clear();
-        this.linkIs("up", "live");
-        first = false;
+    // A connection may die without a word. A state comes every second, so silence means that.
+    let silence = this.abortAfter(SILENCE_MS);
+    try {
+      for await (const { name, data } of stream) {
+        clearTimeout(silence);
+        silence = this.abortAfter(SILENCE_MS);
+        if (first) {
+          this.events.clear();
+          this.linkIs("up", "live");
+          first = false;
+        }
+        const told = JSON.parse(data);
+        if (name === "state") this.show(told);
+        if (name === "event") this.events.add(told, told.at > beganS - 1);
+        if (name === "error") throw new Error(told.error.message);
       }
-      const told = JSON.parse(data);
-      if (name === "state") this.show(told);
-      if (name === "event") this.events.add(told, told.at > beganS - 1);
-      if (name === "error") throw new Error(told.error.message);
+    } finally {
+      clearTimeout(silence);
     }
+  }
+
+  abortAfter(ms) {
+    const watching = this.watching;
+    return setTimeout(() => watching.abort(), ms);
   }
 
   show(state) {

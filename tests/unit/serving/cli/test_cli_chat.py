@@ -111,15 +111,17 @@ def test_a_server_that_is_down_is_one_line_and_exit_1(command):
 
 
 @contextmanager
-def in_a_terminal(stub: Stub) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def in_a_terminal(
+    stub: Stub, *options: str, stdout: int | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """Runs `kedge chat --session s1` in a real terminal. Yields the process and the end of the terminal to read and
-    type at."""
+    type at. Standard output goes to `stdout` if given."""
     terminal, worker = pty.openpty()
     program = "from serving.cli.main import main; main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", program, "chat", "--url", stub.url, "--session", "s1"],
+        [sys.executable, "-c", program, "chat", "--url", stub.url, "--session", "s1", *options],
         stdin=worker,
-        stdout=worker,
+        stdout=worker if stdout is None else stdout,
         stderr=worker,
         env=os.environ | {"TERM": "dumb", "COLUMNS": "200"},
         start_new_session=True,
@@ -164,13 +166,43 @@ def test_a_terminal_gets_nothing_of_a_model_that_it_would_obey():
         said, _, _ = read_past(terminal, b"> ", rest).decode().partition("TTFT")
         os.write(terminal, b"\x04")
         assert process.wait(timeout=60) == 0
-    shown = "".join(f" é      \ufffd]0;title\ufffd\ufffd[2J\ufffd31m\ufffd{number}" for number in range(4))
+    shown = "".join(f" é\t\ufffd]0;title\ufffd\ufffd[2J\ufffd31m\ufffd{number}" for number in range(4))
     assert said.rstrip() == shown
 
 
-def test_a_program_gets_what_the_model_said():
-    with running(Stub(word="\x1b[2J")) as stub:
-        assert chat(stub, "one\n").output.count(" \x1b[2J") == 4
+@pytest.mark.parametrize("word", ["\x1b[2J", "a\tb", ":fire:", "x[1:key:]"])
+def test_a_program_gets_what_the_model_said(word):
+    """Tabs used to become spaces, and words between colons emoji."""
+    with running(Stub(word=word)) as stub:
+        assert chat(stub, "one\n").output.count(f" {word}") == 4
+
+
+def test_a_line_that_is_no_utf_8_is_sent_as_far_as_it_is():
+    with running(Stub()) as stub:
+        result = CliRunner().invoke(app, ["chat", "--url", stub.url], input=b"caf\xe9 noir\n")
+    assert result.exit_code == 0, result.output
+    assert stub.bodies[0]["messages"][0]["content"] == "caf\ufffd noir"
+
+
+def test_the_prompt_is_no_part_of_what_a_program_reads():
+    with (
+        running(Stub()) as stub,
+        in_a_terminal(stub, "--json", stdout=subprocess.PIPE) as (process, terminal),
+    ):
+        rest = read_until(terminal, b"> ")
+        os.write(terminal, b"hello\n\x04")
+        read_until(terminal, b"stays open", rest)
+        assert process.stdout is not None
+        (line,) = process.stdout.read().splitlines()
+        assert process.wait(timeout=60) == 0
+    assert json.loads(line)["text"] == " w0 w1 w2 w3"
+
+
+def test_a_proxy_that_cannot_be_used_is_one_line(monkeypatch):
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
+    result = CliRunner().invoke(app, ["sessions", "--url", "http://127.0.0.1:9"])
+    assert result.exit_code == 1
+    assert result.output.startswith("kedge sessions: http://127.0.0.1:9 cannot be called")
 
 
 def read_until(terminal: int, expected: bytes, seen: bytes = b"") -> bytes:

@@ -10,10 +10,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from serving.cli.client.server import ServerError
+from serving.cli.client.server_facts import gather_facts
 from serving.cli.main import app
 from serving.settings.config import check_file
 from tests.unit.serving.replica_rig import REPLICA_ID
@@ -24,6 +27,15 @@ CONFIG = Path(__file__).parents[4] / "configs" / "cluster.yaml"
 
 def info(url: str, *options: str) -> Result:
     return CliRunner().invoke(app, ["info", "--url", url, *options], env={"COLUMNS": "100", "NO_COLOR": "1"})
+
+
+def test_a_server_that_is_not_kedge_is_said_to_be_none() -> None:
+    other = httpx.MockTransport(lambda _: httpx.Response(200, json={"name": "another"}))
+    with (
+        httpx.Client(transport=other, base_url="http://other") as client,
+        pytest.raises(ServerError, match="is not Kedge"),
+    ):
+        gather_facts(client)
 
 
 def test_it_tells_what_runs(tmp_path: Path) -> None:
