@@ -129,7 +129,8 @@ class ClusterWatch:
         self._known_findings: dict[str, None] = {}
         self._figures: dict[str, Mapping[str, Any]] = {}
         self._audited: dict[str, int] = {}
-        """How many leaked pages each replica had when it was last audited."""
+        """How many leaked pages each replica had when it last answered an audit."""
+        self._auditing: set[str] = set()
 
     @property
     def is_reading(self) -> bool:
@@ -215,18 +216,22 @@ class ClusterWatch:
         return news
 
     def _look_for_leaks(self, replica_id: str, leaked: int) -> None:
-        """Starts an audit if the counters say that pages are missing: the audit says which."""
-        if leaked and self._audited.get(replica_id) != leaked:
-            self._tasks.start(self._audit(replica_id))
-        if leaked:
-            self._audited[replica_id] = leaked
-        else:
+        """Starts an audit if the counters say that pages are missing: the audit says which. One that the replica does
+        not answer is made again."""
+        if not leaked:
             self._audited.pop(replica_id, None)
+        elif self._audited.get(replica_id) != leaked and replica_id not in self._auditing:
+            self._auditing.add(replica_id)
+            self._tasks.start(self._audit(replica_id, leaked))
 
-    async def _audit(self, replica_id: str) -> None:
-        audit = await self._source.audit_of(replica_id)
-        if audit is not None:
-            self.audited(audit)
+    async def _audit(self, replica_id: str, leaked: int) -> None:
+        try:
+            audit = await self._source.audit_of(replica_id)
+            if audit is not None and audit["error"] is None:
+                self._audited[replica_id] = leaked
+                self.audited(audit)
+        finally:
+            self._auditing.discard(replica_id)
 
 
 TOO_MANY = ErrorInfo(

@@ -18,6 +18,7 @@ from serving.front import cluster_watch
 from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from serving.front.cluster_watch import MOST_TOLD_FIRST, MOST_UNREAD, ClusterWatch, Watcher
 from serving.front.http import create_http_app
+from serving.watch.audit_reply import failed_audit
 from serving.watch.cluster_state import Look, audit_findings
 from serving.wire.turns import ServiceError
 from tests.unit.serving.local_service import MODEL, LocalService, http_server, local_service
@@ -197,6 +198,7 @@ LEAK = {
         }
     ],
     "mismatches": [],
+    "error": None,
 }
 
 
@@ -213,6 +215,23 @@ async def test_a_leak_that_counters_show_is_looked_into_once_and_named() -> None
     (event,) = told
     assert (event["kind"], event["session"], event["tenant"], event["replica"]) == ("audit", "s", "t", "a")
     assert event["detail"] == ("page 3 of pool full is leaked: no account has it; last: taken, of request r")
+
+
+async def test_an_audit_that_is_not_answered_is_made_again() -> None:
+    """The page said that the events would tell which pages leak, and no event ever came."""
+    source = ScriptedSource()
+    source.replicas = [figures("a", pages=PAGES | {"free": 8, "leaked": 1})]
+    async with watch_of(source) as watch, watch.watch(0.2, 10) as watcher, asyncio.timeout(WAIT_S):
+        while source.audits < 1:
+            await anext(watcher)
+        source.audit = failed_audit("a", "the engine does not answer")
+        while source.audits < 3:
+            await anext(watcher)
+        source.audit = LEAK
+        told: list[Any] = []
+        while not told:
+            told += [json.loads(each.data) for each in await anext(watcher) if each.name == "event"]
+    assert told[0]["kind"] == "audit"
 
 
 def test_an_audit_with_many_findings_is_few_events() -> None:
