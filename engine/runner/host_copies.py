@@ -9,6 +9,7 @@ Legend: L layers, K key/value heads, P pages of the pool, n pages copied, p toke
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,8 @@ from engine.device import CopyStream, pinned, send
 from engine.runner.disk_store import DiskStore
 from engine.runner.host_blocks import BLOCK_BYTES, HostBlocks
 from engine.runner.kv_pool import KVPool, PagedKV
+
+logger = logging.getLogger(__name__)
 
 PIECE_BYTES = BLOCK_BYTES
 """The most that is gathered at once, and so the device memory that a copy of any size takes."""
@@ -122,7 +125,10 @@ class HostCopies:
     def drop(self, key: int) -> None:
         disk = self._disk
         if disk is not None and key in disk:
-            self._write_lane.submit(lambda: disk.remove(key))  # queued before the write that takes its room
+            removed = self._write_lane.submit(
+                lambda: disk.remove(key)
+            )  # before the write that takes its room
+            removed.add_done_callback(_log_failure)
         else:
             self._blocks.give_back(self._saved.pop(key))
 
@@ -155,6 +161,11 @@ class HostCopies:
             stride = max(1, PIECE_BYTES * pool_L2KPpD.shape[_PAGE_DIM] // pool_L2KPpD.nbytes)
             pieces += [(pool_L2KPpD, index_n[at : at + stride]) for at in range(0, len(index_n), stride)]
         return pieces
+
+
+def _log_failure(removed: Future[None]) -> None:
+    if (error := removed.exception()) is not None:
+        logger.warning("a file of KV could not be removed, and takes room until this process ends: %s", error)
 
 
 def _fill(pieces: Iterable[Piece], parts: Iterable[Tensor]) -> None:

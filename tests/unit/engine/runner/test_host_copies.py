@@ -121,6 +121,26 @@ def test_by_way_of_the_disk(
     assert files(tmp_path) == []
 
 
+def test_a_file_that_cannot_be_removed_is_told(
+    rig: tuple[HostCopies, list[torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    copies, _ = rig
+    copies.save(1, pages([7], [5])).result(WAIT_S)
+    copies.spill(1, 2).result(WAIT_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        copies.drop(2)
+        copies._write_lane.submit(lambda: None).result(WAIT_S)
+    assert "could not be removed" in caplog.text
+
+
+def refused(path: Path, *, missing_ok: bool = False) -> None:
+    del missing_ok
+    raise OSError(30, "Read-only file system", str(path))
+
+
 def files(root: Path) -> list[Path]:
     return list(root.glob("*/*.kv"))
 
