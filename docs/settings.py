@@ -56,7 +56,7 @@ are started with: that of `kedge serve` if it starts Ray, or that of `ray start`
 | `KEDGE_HAPROXY_CLIENT_CONNECTIONS` | HAProxy | [connections](operations.md#behind-haproxy) that an address may have |
 | `KEDGE_URL` | `kedge chat`, `sessions`, … | the address of the server, without `/v1` |
 | `KEDGE_API_KEY` | `kedge chat`, `sessions`, … | the key that is sent with every call |
-| `KEDGE_TENANT` | `kedge chat`, `sessions`, … | the tenant that a call is for, where the key is of no tenant |
+| `KEDGE_TENANT` | `kedge sessions` and its subcommands | the tenant that a call is for, where the key is of no tenant |
 """
 Schema = Mapping[str, Any]
 
