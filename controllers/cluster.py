@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from controllers.admission import admit_session, admit_timeout, admit_to_tenant
 from controllers.attended_clock import AttendedClock
 from controllers.cluster_measures import measures, session_figures
 from controllers.cluster_stats import ClusterStats
@@ -31,6 +30,7 @@ from controllers.placement import choose_replica
 from controllers.rebalancing import Rebalancing, kv_tokens_at_owner
 from controllers.records import (
     Assignment,
+    ForkedHistory,
     ForkOrder,
     HeartbeatReply,
     LedgerEntry,
@@ -42,14 +42,13 @@ from controllers.records import (
 from controllers.replicas import ReplicaDirectory, ReplicaState
 from controllers.session_claims import SessionClaims
 from controllers.session_ends import SessionEnds
-from controllers.session_keys import id_in, named, session_key
+from controllers.session_keys import named, new_session_id, session_key
 from controllers.session_notes import SessionNotes
+from controllers.session_openings import SessionOpenings
 from controllers.session_reports import ReportReader
 from controllers.settings import ClusterSettings
 from controllers.store import SessionStore
 
-FIRST_EPOCH = 1
-_SESSION_ID_BYTES = 16
 _OPEN_KEY_BYTES = 16
 _TOUCH_LOG_AFTER_S = 30.0
 _LATE_AFTER = 1 / 3
@@ -97,6 +96,17 @@ class Cluster:
             clock,
             attended,
         )
+        self._openings = SessionOpenings(
+            settings,
+            self._ledger,
+            self._claims,
+            self._replicas,
+            self._ends,
+            store,
+            self._stats,
+            self.watch,
+            clock,
+        )
 
     def tick(self) -> None:
         """Tells the clock that calls can run, so that no replica counts as silent while none could. Also removes
@@ -112,7 +122,7 @@ class Cluster:
             self._rebalancing = self._rebalancing_by(settings)
         self._replicas.configure(settings.replica_timeout_s, settings.heartbeat_interval_s)
         self._ledger.configure(settings.session_timeout_s)
-        self._settings = settings
+        self._settings = self._openings.settings = settings
 
     def register_replica(self, status: ReplicaStatus) -> None:
         """Registers a replica, also one that counted as gone."""
@@ -186,30 +196,15 @@ class Cluster:
         Repeating an open with the same `open_key` returns the same assignment.
         Raises SessionExists, NoReplica, InvalidTimeout and Overloaded.
         """
-        key = session_key(tenant, session_id or secrets.token_urlsafe(_SESSION_ID_BYTES))
+        key = session_key(tenant, session_id or new_session_id())
         if self._claims.still_held(key):
             entry = self._ledger.get(key)
             if open_key is None or entry.open_key != open_key:
                 raise SessionExists(f"{named(key)} is open already", "session_id")
             return _assignment(entry, fresh=False)
-        admit_timeout(timeout_s, self._settings)
-        self._make_room(tenant)
-        record = SessionRecord(
-            session_id=key,
-            tenant=tenant,
-            epoch=FIRST_EPOCH,
-            replica_id=self._place(preferred),
-            timeout_s=timeout_s,
-            capacity_tokens=capacity_tokens,
-            created_s=self._clock(),
-            open_key=open_key,
+        entry = self._openings.open(
+            key, tenant, timeout_s, capacity_tokens, open_key, lambda: self._place(preferred)
         )
-        with self._stats.timed("open"):
-            record = self._store.open(record)
-        self._replicas.assign_tokens(record.replica_id, self._settings.placement_tokens)
-        self._stats.count("sessions_opened")
-        entry = self._ledger.open(record)
-        self.watch.opened(entry)
         return _assignment(entry, fresh=True)
 
     def fork_session(self, parent_id: str, epoch: int, replica_id: str, order: ForkOrder) -> SessionRecord:
@@ -223,27 +218,25 @@ class Cluster:
         parent = self._claims.fence(parent_id, epoch, replica_id)
         order = replace(order, child_id=session_key(parent.tenant, order.child_id))
         length = parent.tokens if order.length is None else order.length
-        if self._claims.still_held(order.child_id):
-            return self._at_parent(parent, length, order)
-        admit_timeout(order.timeout_s, self._settings)
-        self._make_room(parent.tenant, copied_tokens=length)
-        record = SessionRecord(
-            session_id=order.child_id,
-            tenant=parent.tenant,
-            epoch=FIRST_EPOCH,
-            replica_id=replica_id,
-            timeout_s=parent.timeout_s if order.timeout_s is None else order.timeout_s,
-            capacity_tokens=parent.capacity_tokens,
-            created_s=self._clock(),
-            open_key=order.fork_key,
-        )
-        with self._claims.changing(parent_id), self._stats.timed("fork"):
-            forked = self._store.fork(parent_id, length, record)
-        self._replicas.assign_tokens(replica_id, self._settings.placement_tokens)
-        self._stats.count("sessions_forked")
-        self.watch.opened(forked, f"fork of {id_in(parent_id)}, {length} tokens")
-        self._ledger.add(forked)
-        return self._at_parent(parent, length, order)
+        if not self._claims.still_held(order.child_id):
+            self._openings.fork(parent, order, length)
+        return self._at_parent(replica_id, order, length)
+
+    def copy_for_fork(
+        self, parent_id: str, epoch: int, replica_id: str, length: int | None = None
+    ) -> ForkedHistory:
+        """What a fork of the session begins with. The parent's owner calls this between two turns, if the child is to
+        be another shard's, and has that shard open the child (`open_fork`). Raises SessionNotFound, StaleEpoch and
+        InvalidFork."""
+        parent = self._claims.fence(parent_id, epoch, replica_id)
+        return self._openings.copy_for_fork(parent, parent.tokens if length is None else length)
+
+    def open_fork(self, copy: ForkedHistory, order: ForkOrder) -> SessionRecord:
+        """Starts a session from a copy of another shard's. Otherwise the same as `fork_session`."""
+        order = replace(order, child_id=session_key(copy.parent.tenant, order.child_id))
+        if not self._claims.still_held(order.child_id):
+            self._openings.fork_of_copy(copy, order)
+        return self._at_parent(copy.parent.replica_id, order, copy.parent.num_tokens)
 
     def resolve(self, session_id: str, create: bool, tenant: str, preferred: str | None = None) -> Assignment:
         """The session's owner. A session whose owner is gone, or that another cluster owns, first moves, at the next
@@ -414,13 +407,13 @@ class Cluster:
         self._stats.count("drained")
         return True
 
-    def _at_parent(self, parent: LedgerEntry, length: int, order: ForkOrder) -> SessionRecord:
+    def _at_parent(self, replica_id: str, order: ForkOrder, length: int) -> SessionRecord:
         child = self._ledger.get(order.child_id)
         if (child.open_key, child.tokens, child.turns) != (order.fork_key, length, 0):
             raise SessionExists(f"{named(order.child_id)} is open already", "new_session_id")
-        if child.replica_id != parent.replica_id:
-            self._move_to(child, parent.replica_id)
-            self.watch.moved(child, parent.replica_id, "to the session that it is a fork of")
+        if child.replica_id != replica_id:
+            self._move_to(child, replica_id)
+            self.watch.moved(child, replica_id, "to the session that it is a fork of")
         return self._ledger.get(order.child_id).record()
 
     def _move_to(self, entry: LedgerEntry, replica_id: str) -> None:
@@ -437,14 +430,6 @@ class Cluster:
         """Replicas to which sessions of this one may move to even out load."""
         settled = self._replicas.settled(self._settings.replica_timeout_s * _LATE_AFTER)
         return [status.replica_id for status in settled if status.replica_id != owner_id]
-
-    def _make_room(self, tenant: str, copied_tokens: int = 0) -> None:
-        """Raises Overloaded if neither the cluster nor the tenant may have another session."""
-        now_s = self._clock()
-        if len(self._ledger) >= self._settings.max_sessions and now_s >= self._ends.next_expiry_s:
-            self.expire_idle()
-        admit_to_tenant(self._ledger.use_of(tenant), self._settings, copied_tokens=copied_tokens)
-        admit_session(len(self._ledger), self._settings.max_sessions, self._ends.next_expiry_s - now_s)
 
     def _rebalancing_by(self, settings: ClusterSettings) -> Rebalancing | None:
         rebalancing = settings.rebalancing

@@ -31,6 +31,7 @@ from controllers.open_store import open_store
 from controllers.records import (
     Assignment,
     ClusterView,
+    ForkedHistory,
     ForkOrder,
     HeartbeatReply,
     LedgerEntry,
@@ -130,6 +131,14 @@ class ClusterController:
         self, parent_id: str, epoch: int, replica_id: str, order: ForkOrder
     ) -> SessionRecord:
         return self._cluster.fork_session(parent_id, epoch, replica_id, order)
+
+    async def copy_for_fork(
+        self, parent_id: str, epoch: int, replica_id: str, length: int | None = None
+    ) -> ForkedHistory:
+        return self._cluster.copy_for_fork(parent_id, epoch, replica_id, length)
+
+    async def open_fork(self, copy: ForkedHistory, order: ForkOrder) -> SessionRecord:
+        return self._cluster.open_fork(copy, order)
 
     async def resolve(
         self, session_id: str, create: bool = False, tenant: str = "", preferred: str | None = None

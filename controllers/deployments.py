@@ -65,6 +65,11 @@ def check_log(wanted: LogSettings, log: LogSettings) -> None:
     if wanted == log:
         return
     match wanted, log:
+        case _ if wanted.shards != log.shards:
+            raise SettingsRefused(
+                f"controller.shards cannot be changed from {log.shards} to {wanted.shards}: {WHAT_TO_DO}.",
+                "controller.shards",
+            )
         case _ if wanted.encrypted != log.encrypted and replace(wanted, encrypted=log.encrypted) == log:
             key = "encrypted"
         case SqliteLogSettings(), SqliteLogSettings() if wanted.path == log.path:

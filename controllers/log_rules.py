@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from controllers.errors import IdempotencyConflict, InvalidFork, SessionExists, SessionNotFound, StaleEpoch
+from controllers.errors import (
+    IdempotencyConflict,
+    InvalidFork,
+    SessionExists,
+    SessionNotFound,
+    StaleEpoch,
+    StoreError,
+)
 from controllers.records import LedgerEntry, TurnRecord
 from controllers.session_keys import named
 from controllers.tokens import count_tokens
@@ -17,6 +24,17 @@ def not_found(session_id: str) -> SessionNotFound:
 
 def exists(session_id: str) -> SessionExists:
     return SessionExists(f"{named(session_id)} is open already", "session_id")
+
+
+def check_shards(found: int, wanted: int, place: str) -> None:
+    """Raises StoreError if the log in this place has another number of shards: sessions would be looked for where they
+    are not."""
+    if found != wanted:
+        raise StoreError(
+            f"{place} has the session log of controller.shards: {found}, not {wanted}. Set it back, or give "
+            "controller.name or controller.state_dir another value, whose sessions begin with that log",
+            "controller.shards",
+        )
 
 
 def check_fork(parent: LedgerEntry, length: int) -> None:

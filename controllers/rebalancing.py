@@ -62,7 +62,9 @@ class Rebalancing:
         gap = self._gap(load, self._least_busy(takers))
         known_for_s = now_s - load.since_s
         counted_s = min(elapsed_s, max(0.0, known_for_s - AVERAGED_S))
-        load.credit_s = min(load.credit_s + gap / 2 * counted_s, MOST_CREDIT_S) if gap else 0.0
+        load.credit_s = (
+            min(load.credit_s + gap / 2 * counted_s / self._settings.shards, MOST_CREDIT_S) if gap else 0.0
+        )
         return gap > 0
 
     def choose(self, replica_id: str, kv_tokens: int, takers: Collection[str]) -> str | None:

@@ -185,6 +185,16 @@ class ForkOrder:
 
 @wire_record
 @dataclass(frozen=True, slots=True)
+class ForkedHistory:
+    """What a fork begins with, for another session log than its parent's. `parent` has the history as the child gets
+    it, and no results. `notes` are those that the child inherits."""
+
+    parent: SessionRecord
+    notes: tuple[TurnNote, ...] = ()
+
+
+@wire_record
+@dataclass(frozen=True, slots=True)
 class Assignment:
     """The owner of a session. `fresh`: this call opened or moved the session, so the owner has not loaded it yet.
     `open_key` tells it from earlier and later sessions of the same name."""

@@ -107,6 +107,14 @@ class RedisHistories:
         more, guards = self._segments.changed({turns.base.segment: users})
         return Change([*commands, *more], guards)
 
+    def begun(self, session_id: str, tokens: bytes) -> list[Command]:
+        """Makes a new session begin with these tokens."""
+        if not tokens:
+            return []
+        length = count_tokens(tokens)
+        segment, commands = self._segments.made(Base(), length, tokens, {user_session(session_id): length})
+        return [*commands, self._based(session_id, Base(segment, length))]
+
     def closed(self, session_id: str) -> Change:
         """Deletes all of the session's history."""
         gone: Command = ("DEL", self._key(session_id), self._former_key(session_id))

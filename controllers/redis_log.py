@@ -14,6 +14,7 @@ from redis.sentinel import MasterNotFoundError
 
 from controllers.circuit_breaker import CircuitBreaker
 from controllers.errors import StoreError
+from controllers.log_rules import check_shards
 from controllers.redis_connection import Connect, connect_redis
 from controllers.settings import RedisLogSettings
 
@@ -111,7 +112,7 @@ class RedisLog:
     ) -> None:
         self.cluster = cluster
         self._settings = settings
-        self._prefix = f"kedge:{{{settings.name}}}:"  # braces: all in one slot of a Redis Cluster
+        self._prefix = settings.prefix
         self._nonce = secrets.token_hex(8)
         self._breaker = CircuitBreaker(self._answers, timer, call_timeout_s=TIMEOUT_S)
         try:
@@ -193,6 +194,7 @@ class RedisLog:
                 raise self.error(
                     f"with maxmemory-policy {policy} Redis may drop sessions; noeviction keeps them"
                 )
+            self._check_shards()
             keys = [self.key("layout"), self.key("writer"), self.key("writers"), self.alive_key(self.cluster)]
             words: list[Word] = [LAYOUT, READABLE[0], self.cluster, self._nonce, ALIVE_S]
             number, layout = self._run(_OPEN, keys, words)
@@ -201,6 +203,15 @@ class RedisLog:
                     f"it has layout {layout!r}; this version of Kedge reads layouts up to {LAYOUT.decode()}"
                 )
             return int(number)
+
+    def _check_shards(self) -> None:
+        """Raises StoreError if a log of this name has another number of shards: sessions would not be found where they
+        are."""
+        num_shards, common = self._settings.shards, self._settings.common_prefix
+        if num_shards > 1 and not self._redis.exists(common + "layout"):
+            self._redis.set(common + "shards", num_shards, nx=True)
+        found = int(self._redis.get(common + "shards") or 1)
+        check_shards(found, num_shards, f"{self._settings.name} in Redis")
 
     def _run(self, script: str, keys: Sequence[str], words: Sequence[Word]) -> Any:
         """Runs a script and returns its answer once enough replicas have what it wrote. The whole script is sent only

@@ -57,7 +57,11 @@ class RedisNotes:
         self, parent: LedgerEntry, notes: Iterable[TurnNote], child_id: str, length: int
     ) -> list[Command]:
         """Gives the child the notes of its parent's turns within its first `length` tokens."""
-        return [self._set(child_id, note) for note in inherited(counting(notes, length), parent)]
+        return self.added(child_id, inherited(notes, parent, length))
+
+    def added(self, session_id: str, notes: Iterable[TurnNote]) -> list[Command]:
+        """Gives these notes to a session that has none of these numbers."""
+        return [self._set(session_id, note) for note in notes]
 
     def forgotten(self, session_id: str, turn_index: int) -> list[Command]:
         (stored,) = self._log.read(("HGET", self._key(session_id), turn_index))

@@ -93,10 +93,11 @@ class RedisSessionStore:
         self._deployment_key = self._log.key("deployment", cluster)
         self._cursor = 0  # of the walk over all sessions that `changes` continues
 
-    def open(self, record: SessionRecord) -> SessionRecord:
-        assert not record.history
+    def open(self, record: SessionRecord, notes: Sequence[TurnNote] = ()) -> SessionRecord:
         assert not record.turns
-        return self._add(lambda: (record, 0, [], {}))[0]
+        begun = self._histories.begun(record.session_id, record.history)
+        begun += self._notes.added(record.session_id, notes)
+        return self._add(lambda: (record, record.num_tokens, begun, {}))[0]
 
     def fork(self, parent_id: str, length: int, record: SessionRecord) -> LedgerEntry:
         def child() -> tuple[SessionRecord, int, list[Command], Guards]:

@@ -7,7 +7,15 @@ tenant because both use the same id.
 
 from __future__ import annotations
 
+import secrets
+
 _BETWEEN = " "
+_ID_BYTES = 16
+
+
+def new_session_id() -> str:
+    """A random id for a session whose client names none."""
+    return secrets.token_urlsafe(_ID_BYTES)
 
 
 def session_key(tenant: str, session_id: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from controllers.wire_record import wire_record
 
@@ -24,31 +25,44 @@ class RebalancingSettings:
 
     `min_gap`: how many more turns in flight than another a replica must have on average. It is at least 2, else a move
     might make the other replica the busier one. `tokens_per_s` is how fast a replica computes a history, which is the
-    cost of a move.
+    cost of a move. Each of `shards` controllers moves sessions to close the same gap.
     """
 
     min_gap: float = 3.0
     tokens_per_s: float = 5000.0
+    shards: int = 1
 
 
 @wire_record
 @dataclass(frozen=True, slots=True)
 class SqliteLogSettings:
-    """The session log's file on the head node. With `full_sync` every commit survives a loss of power, not only of the
-    process, at the price of a disk flush per commit. `encrypted`: see controllers/log_cipher.py."""
+    """The session log's file on the head node; with several `shards`, that of one `shard`, beside the others. With
+    `full_sync` every commit survives a loss of power, not only of the process, at the price of a disk flush per commit.
+    `encrypted`: see controllers/log_cipher.py."""
 
     path: str
     full_sync: bool = False
     encrypted: bool = False
+    shards: int = 1
+    shard: int = 0
+
+    @property
+    def file(self) -> str:
+        """The path of the shard's own file."""
+        if self.shards == 1:
+            return self.path
+        path = PurePath(self.path)
+        return str(path.with_stem(f"{path.stem}-{self.shard}-of-{self.shards}"))
 
     def __str__(self) -> str:
-        return self.path
+        return self.file
 
 
 @wire_record
 @dataclass(frozen=True, slots=True)
 class RedisLogSettings:
-    """A session log in Redis, under keys that contain `name`. The password is not a setting.
+    """A session log in Redis, under keys that contain `name`; with several `shards`, that of one `shard`. The password
+    is not a setting.
 
     A change counts as made once `wait_replicas` replicas of Redis have it, which must be within `wait_ms`.
     """
@@ -58,9 +72,23 @@ class RedisLogSettings:
     wait_replicas: int = 0
     wait_ms: int = 300
     encrypted: bool = False
+    shards: int = 1
+    shard: int = 0
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the shard's keys begin with. With the braces all shards are in one slot of a Redis
+        Cluster."""
+        return self.common_prefix + ("" if self.shards == 1 else f"{self.shard}-of-{self.shards}:")
+
+    @property
+    def common_prefix(self) -> str:
+        """What the names of all shards' keys begin with."""
+        return f"kedge:{{{self.name}}}:"
 
     def __str__(self) -> str:
-        return f"{self.name} in Redis at {self.url}"
+        part = "" if self.shards == 1 else f", shard {self.shard} of {self.shards},"
+        return f"{self.name}{part} in Redis at {self.url}"
 
 
 LogSettings = SqliteLogSettings | RedisLogSettings

@@ -52,6 +52,10 @@ class SqliteHistories:
             base = self._share(db, parent, (base, base_len))
         _set_base(db, child_id, _cut(db, (base, length)))
 
+    def begin(self, db: sqlite3.Connection, session_id: str, tokens: bytes) -> None:
+        """Makes the session, which has no tokens yet, begin with these."""
+        _set_base(db, session_id, (self._added(db, (None, 0), tokens), count_tokens(tokens)))
+
     def delete(self, db: sqlite3.Connection, session_id: str) -> None:
         """Deletes the session's history. The caller deletes the session itself."""
         base, _ = _base(db, session_id)
@@ -69,11 +73,17 @@ class SqliteHistories:
 
     def _share(self, db: sqlite3.Connection, entry: LedgerEntry, base: Base) -> int:
         """Makes a segment of the session's own tokens. Returns its number."""
-        (segment,) = db.execute("SELECT coalesce(max(segment), 0) + 1 FROM segments").fetchone()
-        tokens = self._cipher.encrypt(self._own(db, entry, base[1]), _place_of_segment(segment))
-        db.execute("INSERT INTO segments VALUES (?, ?, ?, ?, ?)", (segment, *base, entry.tokens, tokens))
+        segment = self._added(db, base, self._own(db, entry, base[1]))
         db.execute("DELETE FROM turns WHERE session_id = ?", (entry.session_id,))
         _set_base(db, entry.session_id, (segment, entry.tokens))
+        return segment
+
+    def _added(self, db: sqlite3.Connection, base: Base, tokens: bytes) -> int:
+        """The number of a new segment, which continues the line of `base`."""
+        (segment,) = db.execute("SELECT coalesce(max(segment), 0) + 1 FROM segments").fetchone()
+        end_len = base[1] + count_tokens(tokens)
+        stored = self._cipher.encrypt(tokens, _place_of_segment(segment))
+        db.execute("INSERT INTO segments VALUES (?, ?, ?, ?, ?)", (segment, *base, end_len, stored))
         return int(segment)
 
     def _own(self, db: sqlite3.Connection, entry: LedgerEntry, base_len: int) -> bytes:

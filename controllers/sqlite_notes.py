@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterable
 from dataclasses import replace
 
 from controllers.log_cipher import LogCipher
@@ -35,8 +36,12 @@ class SqliteNotes:
 
     def fork(self, db: sqlite3.Connection, parent: LedgerEntry, child_id: str, length: int) -> None:
         """Gives the child the notes of its parent's turns within its first `length` tokens."""
-        for note in inherited(counting(self.read(db, parent), length), parent):
-            self._insert(db, child_id, note)
+        self.add(db, child_id, inherited(self.read(db, parent), parent, length))
+
+    def add(self, db: sqlite3.Connection, session_id: str, notes: Iterable[TurnNote]) -> None:
+        """Gives these notes to a session that has none of these numbers."""
+        for note in notes:
+            self._insert(db, session_id, note)
 
     def forget(self, db: sqlite3.Connection, session_id: str, turn_index: int) -> None:
         row = db.execute(

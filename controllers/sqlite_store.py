@@ -93,11 +93,14 @@ class SqliteSessionStore:
         self._purged = False
         self._model_text = lru_cache(_MODELS_AT_ONCE)(_model_text)
 
-    def open(self, record: SessionRecord) -> SessionRecord:
-        assert not record.history
+    def open(self, record: SessionRecord, notes: Sequence[TurnNote] = ()) -> SessionRecord:
         assert not record.turns
         with self._transaction() as db:
-            return self._insert_session(db, record)
+            added = self._insert_session(db, record, tokens=record.num_tokens)
+            if record.history:
+                self._histories.begin(db, record.session_id, record.history)
+            self._notes.add(db, record.session_id, notes)
+            return added
 
     def fork(self, parent_id: str, length: int, record: SessionRecord) -> LedgerEntry:
         with self._transaction() as db:

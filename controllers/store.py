@@ -31,10 +31,11 @@ class SessionStore(Protocol):
     process.
     """
 
-    def open(self, record: SessionRecord) -> SessionRecord:
-        """Adds a session without history, at its epoch or, if that is higher, just above `epoch_floor`. Returns the
-        session as it was added. A log behind a network also returns a session that an earlier call with the same
-        `open_key` added, since the answer to that call may have been lost.
+    def open(self, record: SessionRecord, notes: Sequence[TurnNote] = ()) -> SessionRecord:
+        """Adds a session without turns, at its epoch or, if that is higher, just above `epoch_floor`. A history is a
+        copy of another log's, as are the `notes`, which have negative numbers. Returns the session as it was added. A
+        log behind a network also returns a session that an earlier call with the same `open_key` added, since the
+        answer to that call may have been lost.
 
         Raises SessionExists.
         """

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 
-from controllers.records import Checkpoint, LedgerEntry, TurnNote, TurnRecord
+from controllers.records import Checkpoint, LedgerEntry, SessionRecord, TurnNote, TurnRecord
 
 
 def has_note(record: TurnRecord) -> bool:
@@ -49,9 +49,10 @@ def note_of(record: TurnRecord) -> TurnNote:
     )
 
 
-def inherited(notes: Iterable[TurnNote], parent: LedgerEntry) -> list[TurnNote]:
-    """The notes that a fork inherits. The fork's own turns begin at 0, so these get negative numbers."""
-    return [replace(note, turn_index=note.turn_index - parent.turns) for note in notes]
+def inherited(notes: Iterable[TurnNote], parent: LedgerEntry | SessionRecord, length: int) -> list[TurnNote]:
+    """The notes that a fork with the parent's first `length` tokens inherits. The fork's own turns begin at 0, so these
+    get negative numbers."""
+    return [replace(note, turn_index=note.turn_index - parent.turns) for note in counting(notes, length)]
 
 
 def counting(notes: Iterable[TurnNote], length: int) -> list[TurnNote]:
