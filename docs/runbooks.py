@@ -64,10 +64,11 @@ class KeyedCluster(ServedCluster):
     def client(self, **options: Any) -> httpx.Client:
         return super().client(headers={"x-api-key": KEY}, **options)
 
-    def chat(self, session: str) -> None:
-        body = {"model": "kedge-chat", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello."}]}
+    def chat(self, session: str, said: str = "Hello.") -> None:
+        body = {"model": "kedge-chat", "max_tokens": 8, "messages": [{"role": "user", "content": said}]}
         with super().client(headers={"x-api-key": KEY, "x-session-id": session}) as client:
-            client.post("/v1/chat/completions", json=body).raise_for_status()
+            reply = client.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200, reply.text
 
     def plant(self, kind: str, **fields: Any) -> dict[str, Any]:
         with self.client() as client:
@@ -241,14 +242,16 @@ class Walk:
 
     def _second_start(self, command: str) -> None:
         """The cluster is started again with this command, and sessions go on."""
-        self._cluster.interrupt()
         say(f"$ {self._fill(command)}")
+        self._cluster.interrupt()
+        began_s = time.monotonic()
         self._cluster.start()
+        say(f"    -> serves after {time.monotonic() - began_s:.1f} s")
         self._done.add(command)
         again = self._fill(f"export RAY_API_SERVER_ADDRESS={WRITTEN_DASHBOARD}")
         self._exports.append(f"{again} RAY_DASHBOARD_ADDRESS={again.partition('=')[2]}")
         assert "waiting" in self._cluster.sessions()
-        self._cluster.chat("waiting")
+        self._cluster.chat("waiting", "Are you there?")
 
     def _kill_of_a_hung_replica(self, command: str) -> None:
         hung = self._cluster.plant("stall_engine", for_s=600)["replica_id"]
