@@ -2,7 +2,7 @@
 
     python docs/runbooks.py
 
-Takes about a minute and a half, on free ports. Ends with status 1 at the first command that does not do what the page
+Takes about a minute and a half on two idle cores, on free ports. Ends with status 1 at the first command that does not do what the page
 says, at a file or a metric that is not there, and at code of the page that docs/runbook_page.py does not know.
 """
 
@@ -35,6 +35,7 @@ KEY = "an-operators-key"
 FAULTS = "/v1/kedge/debug/faults"
 WRITTEN_DASHBOARD = "http://127.0.0.1:8265"
 CONTROLLER = "ray list actors --filter class_name=ClusterController --detail"
+DEAD = "ray list actors --filter state=DEAD --detail"
 DRAIN, KILL = "kedge drain REPLICA", "kill -9 PID"
 SHOWN_LINES, SHOWN_WIDTH = 5, 110
 NOT_RUN = {
@@ -105,6 +106,7 @@ class Walk:
             ("KedgeOrphanedSessions", DRAIN): self._run,
             ("KedgeLogAway", KILL): self._kill_of_the_controller,
             ("KedgeDown", "kedge serve CONFIG"): self._second_start,
+            ("KedgeReplicaLost", DEAD): self._reason_of_a_death,
             ("KedgeControllerAway", CONTROLLER): self._run,
             ("KedgeEngineStalled", KILL): self._kill_of_a_hung_replica,
         }
@@ -253,12 +255,19 @@ class Walk:
         assert "waiting" in self._cluster.sessions()
         self._cluster.chat("waiting", "Are you there?")
 
+    def _reason_of_a_death(self, command: str) -> None:
+        victim, process = next((name, each["pid"]) for name, each in self._cluster.replicas().items())
+        self._cluster.kill(process)
+        eventually(lambda: victim not in self._cluster.replicas(), 60.0)
+        told = self._run(command)
+        assert f"#{victim}" in told
+        assert "death_cause:" in told
+
     def _kill_of_a_hung_replica(self, command: str) -> None:
         hung = self._cluster.plant("stall_engine", for_s=600)["replica_id"]
         self._filled["PID"] = str(self._cluster.replicas()[hung]["pid"])
         self._run(command)
         eventually(lambda: hung not in self._cluster.replicas(), 60.0)
-        self._cluster.chat("after the kill")
 
 
 def say(line: str) -> None:
