@@ -2,8 +2,9 @@
 
     python docs/runbooks.py
 
-Takes about a minute and a half on two idle cores, on free ports. Ends with status 1 at the first command that does not do what the page
-says, at a file or a metric that is not there, and at code of the page that docs/runbook_page.py does not know.
+Takes about a minute and a half on two idle cores, on free ports. Ends with status 1 at the first command that does not
+do what the page says, at a file or a metric that is not there, and at code of the page that docs/runbook_page.py does
+not know.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/runbooks.md names only what docs/runbooks.py can run or check, which tests/cluster/test_runbooks.py lets it do."""
+"""docs/runbooks.md names only what docs/runbooks.py can run or check. tests/cluster/test_runbooks.py lets it do so."""
 
 from __future__ import annotations
 
