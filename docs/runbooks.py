@@ -35,6 +35,7 @@ from tests.unit.controllers.redis_server import RedisServer  # noqa: E402
 KEY = "an-operators-key"
 FAULTS = "/v1/kedge/debug/faults"
 WRITTEN_DASHBOARD = "http://127.0.0.1:8265"
+DASHBOARDS = ("RAY_API_SERVER_ADDRESS", "RAY_DASHBOARD_ADDRESS")
 CONTROLLER = "ray list actors --filter class_name=ClusterController --detail"
 DEAD = "ray list actors --filter state=DEAD --detail"
 DRAIN, KILL = "kedge drain REPLICA", "kill -9 PID"
@@ -179,7 +180,7 @@ class Walk:
             filled = self._filled | {WRITTEN_DASHBOARD: str(dashboard.base_url).rstrip("/")}
         for name, value in filled.items():
             text = re.sub(
-                rf"(?<!\w){re.escape(name)}(?![\w])" if name.isalnum() else re.escape(name), value, text
+                rf"(?<!\w){re.escape(name)}(?!\w)" if name.isalnum() else re.escape(name), value, text
             )
         return text
 
@@ -244,15 +245,17 @@ class Walk:
         return [path.read_text(errors="replace") for path in self._cluster.logs("serve/*LLMReplica*")]
 
     def _second_start(self, command: str) -> None:
-        """The cluster is started again with this command, and sessions go on."""
+        """The cluster is started again, from a shell with what the page exports, and sessions go on."""
         say(f"$ {self._fill(command)}")
         self._cluster.interrupt()
+        self._cluster.environment |= {"RAY_AUTH_MODE": "token", "KEDGE_API_KEY": KEY}
+        self._cluster.environment |= dict.fromkeys(DASHBOARDS, WRITTEN_DASHBOARD)
         began_s = time.monotonic()
         self._cluster.start()
         say(f"    -> serves after {time.monotonic() - began_s:.1f} s")
         self._done.add(command)
-        again = self._fill(f"export RAY_API_SERVER_ADDRESS={WRITTEN_DASHBOARD}")
-        self._exports.append(f"{again} RAY_DASHBOARD_ADDRESS={again.partition('=')[2]}")
+        for name in DASHBOARDS:
+            self._exports.append(self._fill(f"export {name}={WRITTEN_DASHBOARD}"))
         assert "waiting" in self._cluster.sessions()
         self._cluster.chat("waiting", "Are you there?")
 
