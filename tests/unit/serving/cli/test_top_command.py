@@ -166,6 +166,11 @@ def test_a_picture_fits_the_terminal(height: int) -> None:
     assert "s49" in lines[-1], "the last event is there"
 
 
+def test_an_event_of_a_tree_s_request_names_both() -> None:
+    event = happened(AT_S, "opened", session="tree", rid="r1", replica="a")
+    assert "tree · r1 a" in drawn(picture_of(state(AT_S, [replica("a", 1)], []), event))[-1]
+
+
 def test_a_pool_more_is_a_line_more() -> None:
     pools = {"full": dict(PAGES), "window": dict(PAGES, leaked=0)}
     lines = drawn(picture_of(state(AT_S, [replica("a", 1, pools=pools)], [])))
