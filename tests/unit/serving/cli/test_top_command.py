@@ -73,6 +73,15 @@ def test_once_prints_one_picture() -> None:
     assert not any("closed" in line for line in lines)
 
 
+def test_without_a_terminal_it_prints_one_picture_and_ends() -> None:
+    """`kedge top | cat` printed nothing."""
+    with watched_server([*BEGIN, NEXT]) as server:
+        result = top(server.url)
+    assert result.exit_code == 0, result.output
+    assert "9 sessions  30 tok/s" in result.output.splitlines()[0]
+    assert "\x1b" not in result.output
+
+
 def test_for_programs_each_event_is_a_line() -> None:
     with watched_server([*BEGIN, NEXT]) as server:
         result = top(server.url, "--json")
