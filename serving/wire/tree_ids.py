@@ -1,4 +1,4 @@
-"""The session ids that requests of trees have inside the cluster. What trees are: serving/front/api/sessions/trees.py."""
+"""The ids that requests of trees have inside the cluster. What trees are: serving/front/api/sessions/trees.py."""
 
 from __future__ import annotations
 
