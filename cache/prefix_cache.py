@@ -193,6 +193,12 @@ class PrefixCache:
             return length
         return 0
 
+    def restorable_len(self, window_first: int, length: int) -> int:
+        """The same for KV that is stored. Its first `window_first` window pages are gone."""
+        if self.window is None or window_first <= self.window.first_needed(length):
+            return length
+        return 0
+
     def share(self, kv: SequenceKV, tokens: TokenArray) -> PrefixMatch:
         """Puts the whole pages of `tokens` into the tree and returns the match for another sequence to begin on."""
         self._share(kv, tokens)

@@ -304,8 +304,7 @@ class SessionAwareCache:
         if length == 0:
             self.tiers.discard(session_id)
         elif slot.state in (SlotState.STORED, SlotState.LOADING):
-            assert slot.entry is not None
-            slot.entry.chain.cut(length)  # the turn that takes the KV cuts the KV itself
+            self.tiers.cut_stored(slot, length)
         elif slot.kv is not None and length < slot.kv.allocated_len:
             slot.kv = self.tiers.take_out(slot)
             self._inner.shrink(slot.kv, length)
@@ -389,6 +388,7 @@ class SessionAwareCache:
         usable = min(history.agreed_len(contents.chain), max_len)
         if slot.state in (SlotState.STORED, SlotState.LOADING):
             loading = slot.state is SlotState.LOADING
+            usable = self.tiers.restorable_len(slot, usable)
             match = CacheMatch(slot.session_id, usable, None, elsewhere=not loading, loading=loading)
         else:
             assert slot.kv is not None

@@ -142,6 +142,20 @@ class SessionTiers:
         self._slots.move(slot, SlotState.LOADING)
         self._copy(entry, CopyOrder(CopyKind.LOAD, entry.key, _pages_of(kv)))
 
+    def restorable_len(self, slot: SessionSlot, length: int) -> int:
+        """How many of its first `length` tokens stored KV, or KV being loaded, keeps if a turn continues from them: 0
+        if the window pages are gone."""
+        assert slot.entry is not None
+        return self._inner.restorable_len(slot.entry.window_first, length)
+
+    def cut_stored(self, slot: SessionSlot, length: int) -> None:
+        """Cuts stored KV, or KV being loaded, to `length` tokens. It is dropped if no turn can continue from there."""
+        assert slot.entry is not None
+        if self.restorable_len(slot, length) == 0:
+            self.discard(slot.session_id)
+        else:
+            slot.entry.chain.cut(length)  # the turn that takes the KV cuts the KV itself
+
     def take_out(self, slot: SessionSlot) -> SequenceKV:
         """Takes the KV out of a slot whose KV is on the device. A save in flight is discarded."""
         kv = slot.kv

@@ -288,7 +288,9 @@ class Cluster:
         if entry.closes_after is not None:
             raise SessionClosing(f"{named(session_id)} is being closed")
         if to != replica_id:
-            self._move_to(entry, self._replicas.taker(to, replica_id, self._ledger.count_of))
+            self._move_to(entry, taker := self._replicas.taker(to, replica_id, self._ledger.count_of))
+            self.watch.moved(entry, taker, "as an operator asked")
+            self._stats.count("moved_by_operators")
         return _assignment(self._ledger.get(session_id), fresh=to != replica_id)
 
     def close_session(

@@ -18,11 +18,13 @@ COUNTERS = (
     "transfers",
     "rebalanced",
     "drained",
+    "moved_by_operators",
     "turns_committed",
     "turns_refused",
     "commits_failed",
     "replicas_lost",
 )
+MOVES = ("transfers", "rebalanced", "drained", "moved_by_operators")
 STORE_OPERATIONS = (
     "open",
     "fork",
@@ -90,8 +92,7 @@ class ClusterStats:
     def measures(self) -> Iterator[Measure]:
         """The counters, and the figures by store operation or in buckets."""
         for name, value in self._counts.items():
-            ownership = name in ("transfers", "rebalanced", "drained")
-            yield Measure(f"{'ownership' if ownership else 'controller'}_{name}", float(value))
+            yield Measure(f"{'ownership' if name in MOVES else 'controller'}_{name}", float(value))
         for operation, took_s in self._took_s.items():
             yield took_s.measure("controller_store_seconds", ("operation", operation))
             yield Measure(

@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
             if not comes_up(f"http://{HOST}:{chosen.grafana_port}/api/health", started[1]):
                 boards = f"Grafana did not start; {data / 'grafana.log'} says why"
         sys.stdout.write(
-            f"Watching http://{chosen.kedge}: Prometheus at {url}, its alerts at {url}/alerts; {boards}.\n"
+            f"Watching http://{chosen.kedge}: Prometheus at {url}, its alerts at {alerts_page(url)}; {boards}.\n"
         )
         sys.stdout.flush()
         started[0].wait()
@@ -114,6 +114,15 @@ def start_grafana(command: list[str], prometheus_url: str, port: int, data: Path
         return subprocess.Popen(
             [*command, *options], env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT
         )
+
+
+def alerts_page(url: str) -> str:
+    """The page with the alerts. Debian's Prometheus has only the older pages, at another address."""
+    try:
+        with urllib.request.urlopen(f"{url}/alerts", timeout=5.0):
+            return f"{url}/alerts"
+    except OSError:
+        return f"{url}/classic/alerts"
 
 
 def comes_up(url: str, process: subprocess.Popen[bytes]) -> bool:

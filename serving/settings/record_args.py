@@ -34,8 +34,8 @@ class TracingArgs(StrictModel):
             )
         if endpoint is not None and not _is_there(EXPORTER):
             raise ValueError(
-                "traces need a package that is not installed: pip install 'kedge[tracing]' brings"
-                " opentelemetry-exporter-otlp-proto-http. Or leave endpoint out"
+                "traces need a package that is not installed: .venv/bin/pip install -e '.[tracing]', in"
+                " Kedge's folder, brings opentelemetry-exporter-otlp-proto-http. Or leave endpoint out"
             )
         return endpoint
 

@@ -11,6 +11,7 @@ from cache.slots import KVPlace
 from controllers.records import ClusterEvent, ClusterView
 from controllers.session_keys import id_in, tenant_in
 from serving.watch.engine_figures import PAGE_ACCOUNTS
+from serving.wire.tree_ids import tree_and_request
 
 TIER_MOVES = MappingProxyType(
     {
@@ -66,14 +67,12 @@ def state_of(look: Look, model: str, limit: int) -> Json:
 
 def told_event(event: ClusterEvent) -> Json:
     """One `event` for an event of the controller."""
-    session = event.session_id
     return happened(
         event.at_s,
         event.kind,
-        None if session is None else id_in(session),
+        event.session_id,
         event.replica_id,
         to=event.to_replica_id,
-        tenant="" if session is None else tenant_in(session),
         detail=event.detail,
     )
 
@@ -81,18 +80,20 @@ def told_event(event: ClusterEvent) -> Json:
 def happened(
     at_s: float,
     kind: str,
-    session: str | None,
+    key: str | None,
     replica: str | None,
     *,
     to: str | None = None,
-    tenant: str = "",
     detail: str = "",
 ) -> Json:
+    """`key`: the session's key, if it happened to one."""
+    session, rid = (None, None) if key is None else tree_and_request(id_in(key))
     return {
         "at": at_s,
         "kind": kind,
         "session": session,
-        "tenant": tenant,
+        "rid": rid,
+        "tenant": "" if key is None else tenant_in(key),
         "replica": replica,
         "to": to,
         "detail": detail,
@@ -129,16 +130,8 @@ def _finding(at_s: float, replica: str, finding: Mapping[str, Any]) -> Json:
     last = finding["last"]
     if last is None:
         return happened(at_s, "audit", None, replica, detail=what)
-    session = last["session"]
     of = f", of request {last['request']}" if last["request"] else ""
-    return happened(
-        at_s,
-        "audit",
-        None if session is None else id_in(session),
-        replica,
-        tenant="" if session is None else tenant_in(session),
-        detail=f"{what}; last: {last['operation']}{of}",
-    )
+    return happened(at_s, "audit", last["session"], replica, detail=f"{what}; last: {last['operation']}{of}")
 
 
 def _replica(name: str, state: str, figures: Mapping[str, Any] | None) -> Json:

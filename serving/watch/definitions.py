@@ -423,6 +423,12 @@ LEDGER = (
     _counter(
         CONTROLLER, "ownership_drained", "sessions", "Sessions that moved away from a draining replica."
     ),
+    _counter(
+        CONTROLLER,
+        "ownership_moved_by_operators",
+        "sessions",
+        "Sessions that moved because an operator asked for it.",
+    ),
 )
 MEMBERS = (
     *(

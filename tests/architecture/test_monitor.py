@@ -60,6 +60,9 @@ def test_one_line_says_where_it_is_and_the_rules_are_loaded(tmp_path: Path) -> N
         assert line.startswith(
             f"Watching http://127.0.0.1:9: Prometheus at http://127.0.0.1:{port}, its alerts"
         )
+        alerts_page = re.findall(r"its alerts at (\S+);", line)
+        with urllib.request.urlopen(alerts_page[0], timeout=10.0) as reply:
+            assert reply.status == 200
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/rules", timeout=10.0) as reply:
             groups = json.load(reply)["data"]["groups"]
         assert any(rule["name"] == "KedgeLeakedPages" for group in groups for rule in group["rules"])

@@ -204,6 +204,12 @@ class ServedCluster:
         self._process.terminate()
         self._process.wait(STOP_TIMEOUT_S)
 
+    def interrupt(self) -> None:
+        """Ctrl-C. Returns when `kedge serve` has ended. What it wrote stays, and `start` may follow."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGINT)
+        self._process.wait(2 * STOP_TIMEOUT_S)
+
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
 

@@ -271,12 +271,13 @@ SESSIONS = Board(
                 ),
                 Panel(
                     "Moved sessions",
-                    "Sessions per second that move to another replica: all, for load, and from draining replicas.",
+                    "Sessions per second that move to another replica: all, for load, from draining replicas, and by operators.",
                     "ops",
                     (
                         Query(rate("kedge_ownership_transfers_total", "@c"), "all"),
                         Query(rate("kedge_ownership_rebalanced_total", "@c"), "for load"),
                         Query(rate("kedge_ownership_drained_total", "@c"), "drained"),
+                        Query(rate("kedge_ownership_moved_by_operators_total", "@c"), "by operators"),
                     ),
                 ),
                 quantiles(

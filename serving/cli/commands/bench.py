@@ -19,16 +19,26 @@ from serving.cli.load.report import document, table
 from serving.cli.load.sample import LoadResult, TurnSample
 from serving.cli.load.server_processes import find_server_pids
 from serving.cli.load.settings import Endpoint, LoadError, LoadSettings, Mode, PromptKind
-from serving.cli.load.summary import Limits, summarize
+from serving.cli.load.summary import Limits, Summary, summarize
 
 EXIT_REJECTED = 3
 """Exit status of a run that completed but cannot be trusted."""
+LIMITS = Limits()
 
 SilenceTimeout = Annotated[
     float, typer.Option(min=0.1, help="A turn fails after this many seconds without a byte.")
 ]
 Concurrency = Annotated[int | None, typer.Option(min=1, help="Sessions at the same time. By default, all.")]
 KeepAlive = Annotated[bool, typer.Option(help="Use one connection for many turns.")]
+MaxBurstShare = Annotated[
+    float, typer.Option(help="A larger share of bursts rejects the run, if the client was late.")
+]
+MaxOtherCores = Annotated[
+    float, typer.Option(help="CPU use by other processes above this many cores rejects the run.")
+]
+AllowFailedTurns = Annotated[
+    bool, typer.Option("--allow-failed-turns", help="Failed turns are only counted.")
+]
 SERVER_PID_HELP = (
     "Process id of the server, so that its CPU use does not count as other processes'. Kedge's is found."
 )
@@ -55,17 +65,14 @@ def bench(
     timeout: SilenceTimeout = 120.0,
     keep_alive: KeepAlive = True,
     server_pid: Annotated[list[int] | None, typer.Option(help=SERVER_PID_HELP)] = None,
-    max_burst_share: Annotated[
-        float, typer.Option(help="A larger share of bursts rejects the run, if the client was late.")
-    ] = Limits().burst_share,
-    max_other_cores: Annotated[
-        float, typer.Option(help="CPU use by other processes above this many cores rejects the run.")
-    ] = Limits().other_cores,
+    max_burst_share: MaxBurstShare = LIMITS.burst_share,
+    max_other_cores: MaxOtherCores = LIMITS.other_cores,
+    allow_failed_turns: AllowFailedTurns = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this file.")] = None,
 ) -> None:
     """Measure TTFT, time per token and throughput of multi-turn sessions.
 
-    Exit status: 0 measured; 1 the server is down or cannot carry the load; 3 measured, but the figures are rejected.
+    Exit status: 0 measured; 1 the server is down, or a turn failed; 3 measured, but the figures are rejected.
     On a small machine, run `chrt -f 50 kedge bench ...`. Otherwise the server leaves the client too little CPU time.
     """
     console = Console()
@@ -90,7 +97,10 @@ def bench(
             keep_alive=keep_alive,
         )
         result = _run(console, settings, api_key, server_pid)
-    if not _report(console, settings, Limits(max_burst_share, max_other_cores), result, json_file):
+        summary = _report(console, settings, Limits(max_burst_share, max_other_cores), result, json_file)
+        if summary.turns_failed and not allow_failed_turns:
+            raise LoadError(_told_failures(summary))
+    if summary.rejected:
         raise typer.Exit(EXIT_REJECTED)
 
 
@@ -141,8 +151,8 @@ def _report(
     limits: Limits,
     result: LoadResult,
     json_file: Path | None,
-) -> bool:
-    """Prints and writes the figures. False if the run is rejected."""
+) -> Summary:
+    """Prints and writes the figures."""
     summary = summarize(settings, result, limits)
     if json_file is not None:
         json_file.write_text(
@@ -155,4 +165,10 @@ def _report(
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     for reason in summary.rejected:
         console.print(f"REJECTED: {reason}", style="bold red", markup=False, soft_wrap=True)
-    return not summary.rejected
+    return summary
+
+
+def _told_failures(summary: Summary) -> str:
+    total = summary.turns_ok + summary.turns_failed + summary.turns_skipped
+    skipped = f", so {summary.turns_skipped} more were not sent" if summary.turns_skipped else ""
+    return f"{summary.turns_failed} of {total} turns failed{skipped}"

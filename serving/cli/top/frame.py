@@ -201,6 +201,8 @@ def _event_line(event: Mapping[str, Any]) -> Text:
     text.append(f"{kind.replace('_', ' '):<12} ", style=EVENT_STYLES.get(kind, ""))
     if event.get("session"):
         text.append(f"{event['session']} ")
+    if event.get("rid") is not None:
+        text.append(f"· {event['rid']} ")
     places = [str(event[name]) for name in ("replica", "to") if event.get(name)]
     text.append(" → ".join(places))
     if event.get("detail"):

@@ -18,7 +18,8 @@ const MOST_SHOWN = 300;
 const ANNOUNCE_MS = 2000;
 
 export class Events {
-  // `onSession` is called with the id and the tenant of a session that was clicked.
+  // `onSession` is called with the id, the tenant and the request of a session that was clicked. The request is null if
+  // the session is not a request of a tree.
   constructor(onSession) {
     this.onSession = onSession;
     this.list = byId("events");
@@ -49,11 +50,13 @@ export class Events {
   }
 
   what(event) {
-    const { session, tenant, replica, to, detail } = event;
+    const { session, rid, tenant, replica, to, detail } = event;
     const parts = [];
     if (session !== null) {
-      const name = tenant ? `${session} of ${tenant}` : session;
-      parts.push(el("button", { type: "button", class: "inline", onclick: () => this.onSession(session, tenant) }, name));
+      const id = rid === null ? session : `${session} · ${rid}`;
+      const name = tenant ? `${id} of ${tenant}` : id;
+      const onclick = () => this.onSession(session, tenant, rid);
+      parts.push(el("button", { type: "button", class: "inline", onclick }, name));
     }
     if (replica !== null) parts.push(to === null ? replica : `from ${replica}`);
     if (to !== null) parts.push(`to ${to}`);

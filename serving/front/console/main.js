@@ -112,8 +112,8 @@ class Console {
     );
   }
 
-  rowOf(id, tenant) {
-    return this.sessions.rows.find((row) => row.session_id === id && row.tenant === tenant && row.rid === null);
+  rowOf(id, tenant, rid = null) {
+    return this.sessions.rows.find((row) => row.session_id === id && row.tenant === tenant && row.rid === rid);
   }
 
   choose(row) {
@@ -121,8 +121,8 @@ class Console {
     this.history.open(row);
   }
 
-  chooseById(id, tenant) {
-    const row = this.rowOf(id, tenant);
+  chooseById(id, tenant, rid) {
+    const row = this.rowOf(id, tenant, rid);
     if (row) this.choose(row);
     else say(byId("announce"), `Session ${id} is not among those that were used last.`);
   }

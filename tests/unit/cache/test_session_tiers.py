@@ -9,7 +9,7 @@ from cache.journal import Owner
 from cache.session_cache import Room
 from cache.slots import SlotState
 from cache.tiers import CopyKind
-from tests.unit.cache.books import PAGE_BYTES, WINDOW_PAGE_BYTES, Books, tokens_from
+from tests.unit.cache.books import PAGE_BYTES, WINDOW_PAGE_BYTES, Books, joined, tokens_from
 
 SAVE, LOAD, DROP = CopyKind.SAVE, CopyKind.LOAD, CopyKind.DROP
 
@@ -334,4 +334,35 @@ def test_window_pages_travel_with_the_session() -> None:
     books.sessions.finish_turn("a", kv, tokens_from(0, 60), 60)
     books.check()
     books.sessions.release_session("a")
+    books.assert_empty()
+
+
+@pytest.mark.parametrize("loading", [False, True])
+def test_stored_kv_that_was_cut_past_its_window_is_not_loaded(loading: bool) -> None:
+    """The window pages that the turn would need are gone, so what the load brings could not be continued."""
+    books = books_of(num_pages=64, host_pages=64, window_len=8)
+    demoted(books, "a", 51)
+    if loading:
+        assert books.sessions.promote("a") is Room.READY
+    match = books.match("a", joined(tokens_from(0, 20), tokens_from(1000, 20)))
+    assert (match.prefix_len, match.elsewhere, match.loading) == (0, False, False)
+    assert books.match("a", tokens_from(0, 60)).prefix_len == 50, (
+        "a turn that goes on from the end can use it"
+    )
+    books.begin("a", joined(tokens_from(0, 20), tokens_from(1000, 20)))
+    books.end_copies()
+    assert books.host.used_bytes == 0
+
+
+@pytest.mark.parametrize("loading", [False, True])
+def test_stored_kv_is_dropped_by_a_rewind_past_its_window(loading: bool) -> None:
+    books = books_of(num_pages=64, host_pages=64, window_len=8)
+    demoted(books, "a", 51)
+    if loading:
+        assert books.sessions.promote("a") is Room.READY
+    books.sessions.rewind_session("a", 50)
+    assert books.sessions.held_tokens() == {"a": 50}
+    books.sessions.rewind_session("a", 20)
+    books.end_copies()
+    assert books.sessions.held_tokens() == {}
     books.assert_empty()

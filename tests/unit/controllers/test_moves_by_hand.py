@@ -64,7 +64,10 @@ def test_it_moves_at_the_next_epoch_with_its_history(world: World, to: str | Non
     assert list(unpack_tokens(world.cluster.load_session("s", 2, taker).history)) == [1, 2]
     with pytest.raises(StaleEpoch):
         world.cluster.load_session("s", 1, "a")
-    assert world.cluster.stats()["transfers_total"] == 1
+    figures = world.cluster.stats()
+    assert (figures["transfers_total"], figures["moved_by_operators_total"]) == (1, 1), "it is no churn"
+    event = world.cluster.watch.events.after(None)[0][-1]
+    assert (event.kind, event.replica_id, event.to_replica_id) == ("moved", "a", taker)
 
 
 def test_it_stays_where_it_is_to_be(world: World) -> None:

@@ -28,6 +28,8 @@ class Stub:
     tokens_per_chunk: int = 1
     fails_with: int | None = None
     breaks_off: bool = False
+    breaks_off_at: int | None = None
+    """Only the stream of the request of this number breaks off."""
     default_tokens: int = 4
     thinks_tokens: int = 0
     """So many tokens of a chat's answer are thoughts."""
@@ -88,6 +90,7 @@ class Stub:
     async def _answer(self, request: Request, chat: bool) -> Any:
         body = await request.json()
         self.bodies.append(body)
+        breaks_off = self.breaks_off or len(self.bodies) == self.breaks_off_at
         session_id = request.headers.get("x-session-id") if self.keeps_sessions else None
         self.session_ids.append(request.headers.get("x-session-id"))
         if self.fails_with is not None:
@@ -96,11 +99,18 @@ class Stub:
         cached = self.history.get(session_id, 0) if session_id else 0
         prompt_tokens = cached + _count_tokens(body)
         return StreamingResponse(
-            self._events(body, chat, session_id, prompt_tokens, cached), media_type="text/event-stream"
+            self._events(body, chat, session_id, prompt_tokens, cached, breaks_off),
+            media_type="text/event-stream",
         )
 
     async def _events(
-        self, body: dict[str, Any], chat: bool, session_id: str | None, prompt_tokens: int, cached: int
+        self,
+        body: dict[str, Any],
+        chat: bool,
+        session_id: str | None,
+        prompt_tokens: int,
+        cached: int,
+        breaks_off: bool,
     ) -> AsyncIterator[str]:
         output = body.get("max_tokens", self.default_tokens)
         done = 0
@@ -109,7 +119,7 @@ class Stub:
                 yield _event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
             while done < output:
                 await asyncio.sleep(self.token_delay_s)
-                if self.breaks_off and done:
+                if breaks_off and done:
                     return
                 count = min(self.tokens_per_chunk, output - done)
                 words = "".join(f" {self.word}{number}" for number in range(done, done + count))

@@ -12,13 +12,23 @@ from msgspec.structs import replace
 
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
-from serving.front.api.fields import RetriesHeader, Service, Tenant, check_model_name, nth_seed
+from serving.front.api.fields import (
+    IdempotencyHeader,
+    ModeHeader,
+    RetriesHeader,
+    Service,
+    SessionHeader,
+    Tenant,
+    TurnHeader,
+    check_model_name,
+    nth_seed,
+)
 from serving.front.api.openai.answers import AnswerReader, answer_fields, constraint_of, reads_thoughts
-from serving.front.api.openai.requests import field_names
+from serving.front.api.openai.requests import field_names, session_turn
 from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import json_reply, reply_json
 from serving.front.api.responses.background import Background, FollowedTurn, cancel, look_up
-from serving.front.api.responses.continuations import Continued
+from serving.front.api.responses.continuations import Continued, begun
 from serving.front.api.responses.conversation_log import begin_response, keep_items
 from serving.front.api.responses.history import template_messages
 from serving.front.api.responses.item_pages import Included, ItemOrder, PageSize, PreviousItem, item_page
@@ -29,6 +39,7 @@ from serving.front.api.responses.schema import (
     check_logprobs,
     check_state,
     check_stream_options,
+    in_named_session,
 )
 from serving.front.api.responses.store import (
     calls_named_by,
@@ -65,13 +76,29 @@ async def create_response(
     service: Service,
     background: Background,
     tenant: Tenant,
+    x_session_id: SessionHeader = None,
+    x_session_mode: ModeHeader = None,
+    x_session_turn: TurnHeader = None,
+    idempotency_key: IdempotencyHeader = None,
     x_stainless_retry_count: RetriesHeader = None,
 ) -> Response:
     check_stream_options(body)
-    if x_stainless_retry_count and (made := await first_try(service, body, tenant)) is not None:
+    session = session_turn(
+        x_session_id,
+        idempotency_key,
+        x_stainless_retry_count,
+        1,
+        "input",
+        mode=x_session_mode or "auto",
+        expected_turn=x_session_turn,
+    )
+    if session is not None:
+        body = in_named_session(body)
+    elif x_stainless_retry_count and (made := await first_try(service, body, tenant)) is not None:
         return await get_response(made, service, background, tenant, stream=body.stream)
     priority = engine_priority(request.app.state.request_priority, lower_first=body.priority)
-    asked = await asked_response(body, service, tenant, priority)
+    before = None if session is None else begun(body)
+    asked = await asked_response(body, service, tenant, priority, before, session)
     if body.is_background:
         turn = await asked.turns.start(background, asked.plan)
         if body.stream:
@@ -99,10 +126,15 @@ class AskedResponse:
 
 
 async def asked_response(
-    body: ResponsesBody, service: TurnService, tenant: str, priority: int, before: Continued | None = None
+    body: ResponsesBody,
+    service: TurnService,
+    tenant: str,
+    priority: int,
+    before: Continued | None = None,
+    named: SessionTurn | None = None,
 ) -> AskedResponse:
-    """Prepares the response that the body asks for. `before`: what it goes on from, if the caller knows. Raises
-    ServiceError."""
+    """Prepares the response that the body asks for. `before`: what it goes on from, if the caller knows. `named`: its
+    turn in a session that the client names; such a response is not stored. Raises ServiceError."""
     model = service.model
     check_model_name(body.model, model)
     check_state(body)
@@ -114,21 +146,23 @@ async def asked_response(
         response_id = new_response_id(before.session_id)
     head = ResponseHead(response_id, model.model_id, body.repeated(model))
     items = canonical_items(body.input[before.num_repeated :], response_id)
-    session_turn = partial(Continued.turn, head=head, items=items, body=body)
+    turn_after = partial(Continued.turn, head=head, items=items, body=body)
     said = [*before.items, *items]
     if not said:
         raise refusal("input: nothing has been said yet in the conversation.", "input")
-    turn = session_turn(before)
+    turn = turn_after(before) if named is None else named
     make_plan = partial(_plan, body, tools, model, response_id, said, turn, tenant, priority)
     plan = await beside_streams(make_plan, len(items))
+    (call,) = plan.calls
+    named_by = calls_named_by(response_id) if named is None else call
     reader = ResponseReader(
         head,
-        AnswerReader(calls_named_by(response_id), tools.use, reads_thoughts(model, plan.calls[0].constraint)),
+        AnswerReader(named_by, tools.use, reads_thoughts(model, call.constraint)),
         tools,
         encrypts_reasoning=body.encrypts_reasoning,
         top_logprobs=body.top_logprobs or 0,
     )
-    return AskedResponse(head, said, plan, ResponseTurns(service, before, session_turn), reader)
+    return AskedResponse(head, said, plan, ResponseTurns(service, before, turn_after), reader)
 
 
 def _is_parted(body: ResponsesBody, tools: OfferedTools, model: ModelInfo) -> bool:
@@ -166,11 +200,9 @@ def _plan(
         priority=priority,
         **answer_fields(model, held, use),
     )
-    names = field_names("input", held) | {
-        "max_new_tokens": "max_output_tokens",
-        "messages": "input",
-        "session_id": "previous_response_id",
-    }
+    names = field_names("input", held) | {"max_new_tokens": "max_output_tokens", "messages": "input"}
+    if body.is_stored:
+        names["session_id"] = "previous_response_id"
     return TurnPlan([call], names)
 
 

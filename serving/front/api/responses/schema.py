@@ -255,3 +255,22 @@ def check_state(body: ResponsesBody) -> None:
         )
     if not body.is_stored:
         raise refusal("conversation: a response in one is stored, so store may not be false.", "conversation")
+
+
+def in_named_session(body: ResponsesBody) -> ResponsesBody:
+    """The body of a response that is a turn of the session that `x-session-id` names. The session keeps it, so it is
+    not stored under its own id. Refuses fields that name a conversation of their own, or need a stored response."""
+    excluded = {
+        "store": body.store is True,
+        "previous_response_id": body.previous_response_id is not None,
+        "conversation": body.conversation is not None,
+        "background": body.is_background,
+    }
+    param = next((name for name, is_asked in excluded.items() if is_asked), None)
+    if param is not None:
+        raise refusal(
+            f"{param}: not together with x-session-id. The session has what was said and keeps the response: send only "
+            f"the new input, without {param}. Or leave out the header.",
+            param,
+        )
+    return body.model_copy(update={"store": False})

@@ -29,6 +29,7 @@ MOST_LANES = 32
 """Named lanes of one connection."""
 MOST_RESPONSES = 16
 """Responses that a connection makes at the same time; others wait."""
+SESSION_HEADERS = ("x-session-id", "x-session-mode", "x-session-turn")
 
 _STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 _SHOWN_CHARS = 60
@@ -50,6 +51,7 @@ def routes() -> APIRouter:
 
 async def respond(websocket: WebSocket, service: Service, tenant: Tenant, caller: Client) -> None:
     """Serves a connection until its end. Raises ServiceError if it is not accepted."""
+    _check_headers(websocket)
     state = websocket.app.state
     limits: BodyLimits = state.body_limits
     sockets: Sockets = state.sockets
@@ -76,6 +78,17 @@ async def respond(websocket: WebSocket, service: Service, tenant: Tenant, caller
         await socket.run(Lanes(socket, limits, make_lane, is_known).work(), error_event(_OLD))
     finally:
         sockets.left(socket)
+
+
+def _check_headers(websocket: WebSocket) -> None:
+    """A named session has one turn at a time, each with headers of its own. A connection has several lanes."""
+    for name in SESSION_HEADERS:
+        if name in websocket.headers:
+            raise refusal(
+                f"{name}: not over a WebSocket. POST /v1/responses takes a named session; here, go on with "
+                "previous_response_id.",
+                name,
+            )
 
 
 @dataclass(slots=True)

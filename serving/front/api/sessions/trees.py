@@ -19,6 +19,7 @@ from serving.front.api.errors import refusal
 from serving.front.api.sessions.schema import SessionParams
 from serving.front.api.unused_sessions import FINISHED_TURNS, run_first_turn
 from serving.wire.errors import ANOTHERS_TURN, SESSION_CLOSING, SESSION_NOT_FOUND
+from serving.wire.tree_ids import BEHIND_TREE, node_id, tree_and_request
 from serving.wire.turns import (
     ServiceError,
     SessionInfo,
@@ -28,8 +29,6 @@ from serving.wire.turns import (
     TurnService,
 )
 
-BEHIND_TREE = "\x1f"
-"""Separates a tree's name from a request's. No name that a client gives contains it."""
 MOST_AT_ONCE = 256
 _ANOTHERS = ANOTHERS_TURN | {SESSION_CLOSING, SESSION_NOT_FOUND}
 """Errors that say that a node is not this request's: another request of the same name has it, or had it."""
@@ -68,21 +67,10 @@ class TreeRequests:
             yield events
 
 
-def node_id(tree_id: str, rid: str) -> str:
-    """The session id of a tree's request inside the cluster."""
-    return f"{tree_id}{BEHIND_TREE}{rid}"
-
-
 def told_session(session: SessionInfo) -> dict[str, Any]:
     """The session as its client knows it. `rid` is null if it is not a request of a tree."""
     session_id, rid = tree_and_request(session.session_id)
     return asdict(session) | {"session_id": session_id, "rid": rid}
-
-
-def tree_and_request(session_id: str) -> tuple[str, str | None]:
-    """The session id as its client knows it, and the request; None if the session is not a request of a tree."""
-    tree_id, behind, rid = session_id.partition(BEHIND_TREE)
-    return tree_id, rid if behind else None
 
 
 async def close_tree(service: TurnService, tree_id: str, tenant: str) -> None:

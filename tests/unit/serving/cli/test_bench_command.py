@@ -131,11 +131,22 @@ def test_failed_turns_end_their_session_and_are_counted(tmp_path):
     with running(Stub(breaks_off=True)) as stub:
         options = ("--warmup", "0", "--prompt", "ids", "--endpoint", "completions")
         result = bench(stub, *options, "--json", str(tmp_path / "out.json"))
-    assert result.exit_code == 3
+    assert result.exit_code == 1
+    assert "3 of 18 turns failed, so 15 more were not sent" in result.stderr
     summary = json.loads((tmp_path / "out.json").read_text())["summary"]
     assert (summary["turns_ok"], summary["turns_failed"], summary["turns_skipped"]) == (0, 3, 15)
     assert summary["errors"] == {"stream ended before the turn did": 3}
     assert summary["rejected"] == ["no turn succeeded"]
+
+
+@pytest.mark.parametrize(("options", "status"), [((), 1), (("--allow-failed-turns",), 0)])
+def test_failed_turns_among_others_fail_the_run_unless_they_are_allowed(options, status):
+    with running(Stub(breaks_off_at=9)) as stub:
+        load = ("--warmup", "0", "--prompt", "ids", "--endpoint", "completions", "--max-other-cores", "99")
+        result = bench(stub, *load, *options)
+    assert "1 × stream ended before the turn did" in result.output
+    assert result.exit_code == status, result.output
+    assert ("1 of 18 turns failed" in result.stderr) is (status == 1)
 
 
 def test_a_server_that_ignores_sessions_is_found_out():

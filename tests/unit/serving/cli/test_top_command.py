@@ -73,6 +73,15 @@ def test_once_prints_one_picture() -> None:
     assert not any("closed" in line for line in lines)
 
 
+def test_without_a_terminal_it_prints_one_picture_and_ends() -> None:
+    """`kedge top | cat` printed nothing."""
+    with watched_server([*BEGIN, NEXT]) as server:
+        result = top(server.url)
+    assert result.exit_code == 0, result.output
+    assert "9 sessions  30 tok/s" in result.output.splitlines()[0]
+    assert "\x1b" not in result.output
+
+
 def test_for_programs_each_event_is_a_line() -> None:
     with watched_server([*BEGIN, NEXT]) as server:
         result = top(server.url, "--json")
@@ -164,6 +173,11 @@ def test_a_picture_fits_the_terminal(height: int) -> None:
     assert any("100 sessions, those used last" in line for line in lines)
     assert any(line.startswith("s0 ") for line in lines)
     assert "s49" in lines[-1], "the last event is there"
+
+
+def test_an_event_of_a_tree_s_request_names_both() -> None:
+    event = happened(AT_S, "opened", session="tree", rid="r1", replica="a")
+    assert "tree · r1 a" in drawn(picture_of(state(AT_S, [replica("a", 1)], []), event))[-1]
 
 
 def test_a_pool_more_is_a_line_more() -> None:

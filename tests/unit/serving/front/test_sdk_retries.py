@@ -169,6 +169,21 @@ async def test_a_replica_that_took_the_session_over_knows_the_turn(scene: Scene)
     assert scene.num_turns() == 1
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_response_that_was_cut_off_in_the_session_runs_once(scene: Scene, streams: bool) -> None:
+    scene.cutter.answers = 1
+    raw = await scene.client.responses.with_raw_response.create(
+        model=MODEL.model_id,
+        input="Continue.",
+        max_output_tokens=16,
+        stream=streams,
+        extra_headers={"x-session-id": SESSION},
+    )
+    assert scene.cutter.retries == ["0", "1"]
+    assert (raw.headers["idempotent-replayed"], raw.headers["x-session-turn"]) == ("true", "0")
+    assert scene.num_turns() == 1
+
+
 async def test_a_key_of_the_clients_own_counts_alone(scene: Scene) -> None:
     await scene.say(CONTINUE, **{"idempotency-key": "mine"})
     headers, _ = await scene.say(CONTINUE, **{"idempotency-key": "mine"})

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from serving.front.api.sessions.trees import node_id
+from serving.wire.tree_ids import node_id
 from serving.wire.turns import SessionInfo
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.front.test_session_api import GREEDY, generate, refused

@@ -13,13 +13,15 @@ import httpx
 import pytest
 
 from controllers.records import ClusterEvent, ClusterView
+from controllers.session_keys import session_key
 from serving.background import BackgroundTasks
 from serving.front import cluster_watch
 from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from serving.front.cluster_watch import MOST_TOLD_FIRST, MOST_UNREAD, ClusterWatch, Watcher
 from serving.front.http import create_http_app
 from serving.watch.audit_reply import failed_audit
-from serving.watch.cluster_state import Look, audit_findings
+from serving.watch.cluster_state import Look, audit_findings, told_event
+from serving.wire.tree_ids import node_id
 from serving.wire.turns import ServiceError
 from tests.unit.serving.local_service import MODEL, LocalService, http_server, local_service
 from tests.unit.serving.replica_rig import REPLICA_ID, WAIT_S
@@ -215,6 +217,19 @@ async def test_a_leak_that_counters_show_is_looked_into_once_and_named() -> None
     (event,) = told
     assert (event["kind"], event["session"], event["tenant"], event["replica"]) == ("audit", "s", "t", "a")
     assert event["detail"] == ("page 3 of pool full is leaked: no account has it; last: taken, of request r")
+
+
+def test_an_event_of_a_tree_s_request_names_both() -> None:
+    """The id had a character between the two that no terminal shows."""
+    key = session_key("t", node_id("tree", "r1"))
+    opened = told_event(ClusterEvent(0, 5.0, "opened", key, "a"))
+    (leaked,) = audit_findings(
+        5.0,
+        LEAK | {"findings": [LEAK["findings"][0] | {"last": LEAK["findings"][0]["last"] | {"session": key}}]},
+    )
+    for event in (opened, leaked):
+        assert (event["tenant"], event["session"], event["rid"]) == ("t", "tree", "r1")
+    assert told_event(ClusterEvent(0, 5.0, "opened", "s", "a"))["rid"] is None
 
 
 async def test_an_audit_that_is_not_answered_is_made_again() -> None:

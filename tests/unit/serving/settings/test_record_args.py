@@ -71,7 +71,7 @@ def test_where_the_exporter_is_missing_nothing_starts_and_it_is_named(tmp_path: 
     assert done.returncode == 1
     assert done.stderr.startswith("kedge serve: ")
     assert "args.tracing.endpoint: traces need a package" in done.stderr
-    assert "pip install 'kedge[tracing]'" in done.stderr
+    assert ".venv/bin/pip install -e '.[tracing]'" in done.stderr
 
 
 def test_nothing_of_opentelemetry_is_loaded_where_nothing_is_traced() -> None:
