@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,18 +22,18 @@ from serving.wire.errors import unavailable
 from serving.wire.turns import ServiceError
 
 
-def fault_routes(replicas: ReplicaCalls, controller: str) -> APIRouter:
-    """`controller` is the name of the controller's actor."""
-    calls = FaultCalls(replicas, controller)
+def fault_routes(replicas: ReplicaCalls, controllers: Sequence[str]) -> APIRouter:
+    """`controllers` are the names of the controller's actors."""
+    calls = FaultCalls(replicas, controllers)
     return routes(calls.plant, calls.mend)
 
 
 class FaultCalls:
     """Plants and mends faults. Exists only if `debug.faults` is set."""
 
-    def __init__(self, replicas: ReplicaCalls, controller: str) -> None:
+    def __init__(self, replicas: ReplicaCalls, controllers: Sequence[str]) -> None:
         self._replicas = replicas
-        self._controller = controller
+        self._controllers = controllers
 
     async def plant(self, body: FaultBody) -> dict[str, Any]:
         if body.kind in IN_CONTROLLER:
@@ -61,6 +62,7 @@ class FaultCalls:
         return {"replica_id": replica_id, **planted}
 
     async def _in_controller(self, kind: str | None, for_s: float, delay_s: float) -> None:
-        actor = ray.get_actor(self._controller, namespace=NAMESPACE)
         async with asyncio.timeout(CONTROLLER_TIMEOUT_S):
-            await actor.__ray_call__.remote(plant_in_controller, kind, for_s, delay_s)
+            for name in self._controllers:
+                actor = ray.get_actor(name, namespace=NAMESPACE)
+                await actor.__ray_call__.remote(plant_in_controller, kind, for_s, delay_s)

@@ -219,7 +219,7 @@ class Ingress:
         if self._args.debug.faults:
             from serving.front.fault_calls import fault_routes  # loaded only here
 
-            app.include_router(fault_routes(self._replicas, self._args.controller.name))
+            app.include_router(fault_routes(self._replicas, self._args.controller.actor_names()))
         return app
 
     async def __del__(self) -> None:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cache.audit import PageAccounts
@@ -370,9 +371,11 @@ class LLMReplica:
         self._host.address = self._listener.open(self._links.frame_came)
         await self._join()
         controller, sessions = self._args.controller, self._args.sessions
-        self._tasks.every(
-            controller.heartbeat_interval_s, self._host.heartbeat, timeout_s=controller.replica_timeout_s
-        )
+        for shard in range(
+            controller.shards
+        ):  # each by itself: a shard that does not answer must not delay others
+            beat = partial(self._host.heartbeat, shard)
+            self._tasks.every(controller.heartbeat_interval_s, beat, timeout_s=controller.replica_timeout_s)
         self._tasks.every(sessions.sweep_interval_s, self._host.expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)
         self._tasks.every(
             sessions.sweep_interval_s, self._unnamed.expire_idle, timeout_s=CONTROLLER_TIMEOUT_S

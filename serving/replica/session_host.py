@@ -22,15 +22,15 @@ from controllers.errors import (
     StaleEpoch,
     TurnInFlight,
 )
-from controllers.records import ForkOrder, ReplicaAddress, ReplicaStatus, SessionRecord, SessionStatus
+from controllers.records import ForkOrder, ReplicaAddress, ReplicaStatus, SessionRecord
 from controllers.session import SessionController
 from controllers.session_keys import id_in, named, tenant_in
-from controllers.session_reports import ReportWriter
 from controllers.turns import Fork, Turn
-from engine.api import Engine, EngineError, EngineStats, SessionBusy
+from engine.api import Engine, EngineError, SessionBusy
 from serving.background import BackgroundTasks
 from serving.logs.audit_log import audit_event
 from serving.replica.hand_over_pace import HandOverPace
+from serving.replica.reported_sessions import ReportedSessions
 from serving.replica.turn_request import history_chain
 from serving.wire.controller_calls import ControllerCalls
 from serving.wire.turns import ForkedSession
@@ -41,14 +41,7 @@ OFFER_TIMEOUT_S = 1.0
 """The longest that a turn waits while its session is offered to other replicas, also if the controller is away."""
 IN_USE_S = 1.0
 """A session whose last turn ended less than this ago is in use: its next turn is likely to come soon."""
-KV_WAIT_S = 0.05
-"""How long a heartbeat waits for the engine. The engine answers only between two steps."""
-
 ENDS_AT_ONCE = 64  # idle sessions: each waits for a step of the engine and for the controller
-
-KV_LOOKS_PER_S = 10_000
-"""Heartbeats report the size of each session's KV. For that they have the engine look at this many sessions per second
-on average."""
 
 T = TypeVar("T")
 
@@ -85,11 +78,10 @@ class SessionHost:
         self._forked: dict[str, asyncio.Task[ForkedSession]] = {}  # by parent
         self._handing_over: dict[str, asyncio.Task[Any]] = {}
         self._ending: dict[str, asyncio.Task[None]] = {}
-        self._reports = ReportWriter()
-        self._kv_tokens: dict[str, int] = {}
-        self._kv_asked: Future[dict[str, int]] | None = None
-        self._next_kv_look_s = 0.0
-        self._crowded = False
+        num_shards = len(controller.shards)
+        self._reported = ReportedSessions(engine, sessions, num_shards, controller.shard_of)
+        self._crowded = [False] * num_shards
+        """By shard: it asks that sessions of which a turn begins are offered to other replicas."""
         self._draining = False
         self._left = False
         self._stuck = False
@@ -147,7 +139,7 @@ class SessionHost:
         replica took the session. The caller must then end the turn with `let_go`."""
         if self._draining and not self._pace.may_go(self._sessions.committed_len(session_id)):
             return
-        if self._draining or self._crowded:
+        if self._draining or self._crowded[self._controller.shard_of(session_id)]:
             await self._offer(session_id, epoch)
 
     async def _offer(self, session_id: str, epoch: int) -> None:
@@ -160,7 +152,8 @@ class SessionHost:
         except (ControllerError, TimeoutError) as error:
             # If it was moved after all, the epoch refuses the turn, which then continues at the new owner.
             logger.warning("session %s: not offered to others: %r", session_id, error)
-            self._crowded = False  # until the controller says so again, so that no other turn waits in vain
+            # until the controller says so again, so that no other turn waits in vain
+            self._crowded[self._controller.shard_of(session_id)] = False
             moved = False
         if moved:
             audit_event(
@@ -242,18 +235,17 @@ class SessionHost:
             logger.info("session %s: idle timeout", session_id)
             await self._end_quietly(session_id)
 
-    async def heartbeat(self) -> None:
-        """Reports the load and what is new of the sessions. Drops sessions that are closed or owned elsewhere.
+    async def heartbeat(self, shard: int = 0) -> None:
+        """Reports the load and what is new of the shard's sessions. Drops sessions that are closed or owned elsewhere.
 
         It does not wait for the engine's step: a slow replica is not a dead one. After `farewell` it does nothing.
         """
         if self._left:
             return
-        await self._look_at_kv()
-        self._reports.note(self._sessions.take_changed())
-        await self._report()
-        while self._reports.has_more and not self._left:
-            await self._report()
+        await self._reported.look()
+        await self._report(shard)
+        while self._reported.has_more(shard) and not self._left:
+            await self._report(shard)
 
     async def drain(self) -> None:
         """Begins to drain, for good: this replica gets no more sessions, and hands over those that it has.
@@ -325,48 +317,20 @@ class SessionHost:
             self._draining = True
             self._pace.begin()
 
-    async def _report(self) -> None:
-        report = self._reports.next(partial(self._status_of, self._engine.stats()), self._sessions.held)
-        load = self.status()
-        if self._reports.tells_all_in(report):
-            load = replace(load, held=len(self._sessions))
-        reply = await self._controller.heartbeat(load, report)
-        self._reports.answered(report, reply)
-        self._crowded = reply.crowded
+    async def _report(self, shard: int) -> None:
+        report, held = self._reported.next(shard)
+        load = replace(self.status(), held=held)
+        controller = self._controller.shards[shard]
+        reply = await controller.heartbeat(load, report)
+        self._reported.answered(shard, report, reply)
+        self._crowded[shard] = reply.crowded
         if reply.draining:  # the controller's answer to `drain` may have been lost
             self._begin_drain()
         if not reply.known:
-            await self._controller.register_replica(load)
+            await controller.register_replica(load)
         for session_id, epoch in zip(reply.stale_sessions, reply.stale_epochs, strict=True):
             if self._sessions.epoch(session_id) == epoch:
                 self._drop_stale(session_id)
-
-    def _status_of(self, stats: EngineStats, session_id: str) -> SessionStatus | None:
-        status = self._sessions.status(session_id)
-        if status is None:
-            return None
-        num_tokens = self._kv_tokens.get(session_id, 0)
-        windowed = min(num_tokens, stats.window_len or 0)
-        total = num_tokens * stats.page_size_bytes + windowed * stats.window_page_size_bytes
-        return replace(status, size_bytes=total // stats.page_size)
-
-    async def _look_at_kv(self) -> None:
-        """Updates the number of KV tokens per session from the engine, or keeps the last numbers while a step takes
-        long. The engine looks at every session, so the more sessions there are, the less often it is asked."""
-        now_s = asyncio.get_running_loop().time()
-        if now_s < self._next_kv_look_s:
-            return
-        try:
-            asked = self._kv_asked or self._engine.session_kv_tokens()
-        except EngineError:
-            return
-        waiting = asyncio.wrap_future(asked)
-        done, _ = await asyncio.wait([waiting], timeout=KV_WAIT_S)
-        self._kv_asked = None if done else asked
-        if done and waiting.exception() is None:
-            before, self._kv_tokens = self._kv_tokens, waiting.result()
-            self._reports.note(_differing(before, self._kv_tokens))
-            self._next_kv_look_s = now_s + len(self._kv_tokens) / KV_LOOKS_PER_S
 
     async def _settled(self, session_id: str) -> None:
         """Waits until the session is not being made by a fork, handed over or ended. (A fork sets KV and history
@@ -492,8 +456,3 @@ class SessionHost:
         """Waits for the engine, at most `engine_timeout_s`. After a timeout the engine still does what it was asked."""
         async with asyncio.timeout(self._engine_timeout_s):
             return await asyncio.shield(asyncio.wrap_future(future))
-
-
-def _differing(before: dict[str, int], after: dict[str, int]) -> set[str]:
-    """Keys whose entries are not the same in both."""
-    return {key for key, _ in before.items() ^ after.items()}

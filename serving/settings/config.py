@@ -24,6 +24,7 @@ from controllers.settings import (
     RedisLogSettings,
     SqliteLogSettings,
 )
+from controllers.shards import shard_name
 from engine.settings import EngineSettings, ExecutionSettings, SchedulerSettings
 from serving.debug.loopback import refuse_faults_in_the_open
 from serving.settings.engine_args import CacheArgs, ExecutionArgs, ModelArgs, SchedulerArgs, SpeculationArgs
@@ -50,6 +51,7 @@ REBALANCING = RebalancingSettings()
 
 MOST_WAIT_MS = 900
 """Less than the second that the controller waits for any answer of Redis."""
+MOST_SHARDS = 64
 
 MOST_SECONDS_BETWEEN_REPORTS = 10
 """Ray Serve's default: load is to be averaged over more than one report, as it warns."""
@@ -208,7 +210,8 @@ class ControllerArgs(StrictModel):
 
     `full_sync` flushes the disk at every commit: it survives a loss of power, and costs milliseconds. `encrypted` keeps
     what was said under a key from the environment. A replica unheard of for `replica_timeout_s` is dead. A finished
-    turn waits `commit_patience_s` for a log that is away.
+    turn waits `commit_patience_s` for a log that is away. With `shards`, so many controllers each have a part of the
+    sessions, a log of their own, and their part of the limits.
     """
 
     name: NotEmpty = "kedge-controller"
@@ -222,6 +225,7 @@ class ControllerArgs(StrictModel):
     replica_timeout_s: Annotated[Seconds, Field(validate_default=True)] = 10.0
     commit_patience_s: Seconds = 60.0
     max_sessions: PositiveInt = 100_000
+    shards: Annotated[int, Field(ge=1, le=MOST_SHARDS)] = 1
 
     @field_validator("redis_url")
     @classmethod
@@ -255,14 +259,23 @@ class ControllerArgs(StrictModel):
             )
         return timeout_s
 
+    def actor_names(self) -> list[str]:
+        """The names of the controller's actors."""
+        return [shard_name(self.name, shard) for shard in range(self.shards)]
+
     def log_settings(self) -> LogSettings:
         """Where the session log is."""
         if self.redis_url is not None:
             return RedisLogSettings(
-                self.redis_url, self.name, self.redis_wait_replicas, self.redis_wait_ms, self.encrypted
+                self.redis_url,
+                self.name,
+                self.redis_wait_replicas,
+                self.redis_wait_ms,
+                self.encrypted,
+                self.shards,
             )
         path = str(state_path(self.state_dir) / "sessions.sqlite3")
-        return SqliteLogSettings(path, self.full_sync, self.encrypted)
+        return SqliteLogSettings(path, self.full_sync, self.encrypted, self.shards)
 
 
 class DebugArgs(StrictModel):

@@ -1,172 +1,207 @@
-"""Calls to the cluster controller actor, bounded in time and repeated while it restarts. Typed errors are unwrapped.
+"""Calls to the cluster controller, which may be several actors (controllers/shards.py). Typed errors are unwrapped.
 
-The actor's methods are safe to repeat (see controllers/cluster_actor.py).
+What is about a session goes to the shard of its key. What is about replicas goes to all shards, since each judges them
+for itself. Answers of all shards are joined to one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import ray
-from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from controllers.cluster_actor import ClusterController, get_or_create_controller, version_of
-from controllers.commit_groups import CommitGroups
-from controllers.errors import ControllerError, NoAnswer, SettingsRefused
-from controllers.records import TurnRecord
+from controllers.cluster_actor import get_or_create_controller
+from controllers.errors import SettingsRefused
+from controllers.histogram import Measure
+from controllers.joined_answers import (
+    cursors_of,
+    joined_measures,
+    joined_page,
+    joined_replicas,
+    joined_stats,
+    joined_view,
+)
+from controllers.records import (
+    Assignment,
+    ClusterView,
+    ForkOrder,
+    LedgerEntry,
+    ReplicaStatus,
+    SessionRecord,
+    TurnNote,
+    TurnRecord,
+)
+from controllers.session_keys import new_session_id, session_key, tenant_in
 from controllers.settings import Deployment
-from controllers.wire_record import WIRE_VERSION
+from controllers.shards import deployment_of_shard, shard_name, shard_of
 from serving.settings.strict_settings import SettingsError
+from serving.wire.shard_calls import ShardCalls
 
 logger = logging.getLogger(__name__)
 
 CONTROLLER_TIMEOUT_S = 15.0
 NAMESPACE = "kedge"
-RETRY_PAUSE_S = 0.2
-GROUP_PATIENCE_S = 0.5
-"""How long an unanswered call that commits turns keeps the next turns waiting. After that they are sent too: if the
-controller is restarting, all go through as soon as it is up."""
 
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _called(
-    method: Callable[Concatenate[ClusterController, P], Coroutine[Any, Any, R]],
-) -> Callable[Concatenate[ControllerCalls, P], Coroutine[Any, Any, R]]:
-    """A method of ControllerCalls that calls this actor method, with the same signature."""
-
-    @wraps(method)
-    async def call(calls: ControllerCalls, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return cast(R, await calls._call(method.__name__, args, kwargs))
-
-    return call
+T = TypeVar("T")
 
 
 class ControllerCalls:
-    """Calls to the controller. They raise the controller's own ControllerErrors, and NoAnswer after `timeout_s`.
+    """Calls to all shards. `controllers.cluster.Cluster` says what each call does and raises; NoAnswer if a shard that
+    is asked does not answer."""
 
-    `connect` returns the actor's handle and creates the actor if there is none. So an actor that died for good (because
-    its log could not be opened) is tried again. `deployment` is that of the application that the caller belongs to.
+    def __init__(self, shards: Sequence[ShardCalls]) -> None:
+        self.shards = tuple(shards)
 
-    A controller outlives deployments and may be of an earlier version of Kedge. The first caller with a `deployment`
-    then replaces it by a controller of this version: everything is in the log, and all other callers connect again.
-    """
-
-    def __init__(
-        self, connect: Callable[[], ActorHandle], *, timeout_s: float, deployment: Deployment | None = None
-    ) -> None:
-        self._connect = connect
-        self._actor = connect()
-        self._is_current = deployment is None
-        self._timeout_s = timeout_s
-        self._deployment = deployment
-        self._commits = CommitGroups(self._commit_turns, patience_s=GROUP_PATIENCE_S)
+    def shard_of(self, key: str) -> int:
+        """The number of the shard that has the session of this key."""
+        return shard_of(key, len(self.shards))
 
     async def announce(self) -> None:
         """Makes the settings of the caller's deployment take effect, if it is the newest. Raises SettingsRefused."""
-        if self._deployment is not None:
-            await self._announce(self._deployment)
+        await self._all(lambda shard: shard.announce())
 
-    link_secret = _called(ClusterController.link_secret)
-    register_replica = _called(ClusterController.register_replica)
-    heartbeat = _called(ClusterController.heartbeat)
-    report_unreachable = _called(ClusterController.report_unreachable)
-    drain_replica = _called(ClusterController.drain_replica)
-    deregister_replica = _called(ClusterController.deregister_replica)
-    open_session = _called(ClusterController.open_session)
-    fork_session = _called(ClusterController.fork_session)
-    resolve = _called(ClusterController.resolve)
-    load_session = _called(ClusterController.load_session)
-    notes = _called(ClusterController.notes)
-    forget_note = _called(ClusterController.forget_note)
-    offer_session = _called(ClusterController.offer_session)
-    move_session = _called(ClusterController.move_session)
-    close_session = _called(ClusterController.close_session)
-    close_after = _called(ClusterController.close_after)
-    expire_idle = _called(ClusterController.expire_idle)
-    sessions = _called(ClusterController.sessions)
-    session = _called(ClusterController.session)
-    replicas = _called(ClusterController.replicas)
-    stats = _called(ClusterController.stats)
-    measures = _called(ClusterController.measures)
-    view = _called(ClusterController.view)
-    _announce = _called(ClusterController.announce)
-    _commit_turns = _called(ClusterController.commit_turns)
+    async def link_secret(self) -> bytes:
+        """The secret that the cluster's processes share: the first shard's."""
+        return await self.shards[0].link_secret()
+
+    async def register_replica(self, status: ReplicaStatus) -> None:
+        await self._all(lambda shard: shard.register_replica(status))
+
+    async def report_unreachable(self, replica_id: str, died: bool) -> bool:
+        """True if the replica counts as gone at all shards."""
+        return all(await self._all(lambda shard: shard.report_unreachable(replica_id, died)))
+
+    async def drain_replica(self, replica_id: str) -> None:
+        """If the first shard refuses, nothing changes. A replica that one shard makes drain tells the others itself."""
+        await self.shards[0].drain_replica(replica_id)
+        await self._all(lambda shard: shard.drain_replica(replica_id))
+
+    async def deregister_replica(self, replica_id: str) -> int:
+        return sum(await self._all(lambda shard: shard.deregister_replica(replica_id)))
+
+    async def open_session(
+        self,
+        session_id: str | None = None,
+        tenant: str = "",
+        timeout_s: float | None = None,
+        capacity_tokens: int | None = None,
+        open_key: str | None = None,
+    ) -> Assignment:
+        key = session_key(tenant, session_id or new_session_id())
+        return await self._of(key).open_session(key, tenant, timeout_s, capacity_tokens, open_key)
+
+    async def fork_session(
+        self, parent_id: str, epoch: int, replica_id: str, order: ForkOrder
+    ) -> SessionRecord:
+        """A child whose key belongs to another shard begins with a copy of the history, since each shard has a log of
+        its own."""
+        parent = self._of(parent_id)
+        child = self._of(session_key(tenant_in(parent_id), order.child_id))
+        if child is parent:
+            return await parent.fork_session(parent_id, epoch, replica_id, order)
+        copy = await parent.copy_for_fork(parent_id, epoch, replica_id, order.length)
+        return await child.open_fork(copy, order)
+
+    async def resolve(
+        self, session_id: str, create: bool = False, tenant: str = "", preferred: str | None = None
+    ) -> Assignment:
+        key = session_key(tenant, session_id)
+        return await self._of(key).resolve(key, create, tenant, preferred)
+
+    async def load_session(self, session_id: str, epoch: int, replica_id: str) -> SessionRecord:
+        return await self._of(session_id).load_session(session_id, epoch, replica_id)
+
+    async def notes(self, session_id: str, tenant: str, after: int | None = None) -> list[TurnNote]:
+        return await self._of(session_key(tenant, session_id)).notes(session_id, tenant, after)
+
+    async def forget_note(self, session_id: str, tenant: str, turn_index: int) -> None:
+        await self._of(session_key(tenant, session_id)).forget_note(session_id, tenant, turn_index)
+
+    async def offer_session(self, session_id: str, epoch: int, replica_id: str) -> bool:
+        return await self._of(session_id).offer_session(session_id, epoch, replica_id)
+
+    async def move_session(
+        self, session_id: str, epoch: int, replica_id: str, to: str | None = None
+    ) -> Assignment:
+        return await self._of(session_id).move_session(session_id, epoch, replica_id, to)
 
     async def commit_turn(self, record: TurnRecord) -> None:
-        """Commits a turn. Turns that come while such a call is under way share the next one: a call costs the
-        controller several times as much as a turn."""
-        (refusal,) = await self._commits.commit([record])
-        if refusal is not None:
-            raise refusal
+        await self._of(record.session_id).commit_turn(record)
 
-    async def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        last: list[RayActorError] = []
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._until_up(method, args, kwargs, last)
-        except TimeoutError:
-            raise NoAnswer(
-                f"the cluster controller did not answer {method} in {self._timeout_s} s",
-                detail=_cause(last[-1]) if last else None,
-            ) from None
+    async def close_session(
+        self,
+        session_id: str,
+        tenant: str | None = None,
+        epoch: int | None = None,
+        open_key: str | None = None,
+    ) -> bool:
+        key = session_key(tenant or "", session_id)
+        return await self._of(key).close_session(session_id, tenant, epoch, open_key)
 
-    async def _until_up(
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], last: list[RayActorError]
-    ) -> Any:
-        while True:
-            try:
-                actor = await self._current_actor()
-                return await getattr(actor, method).remote(*args, **kwargs)
-            except RayTaskError as error:
-                if isinstance(error.cause, ControllerError):
-                    raise error.cause from None
-                raise
-            except RayActorError as error:
-                last[:] = [error]
-                await asyncio.sleep(RETRY_PAUSE_S)
-                if isinstance(error, ActorDiedError):
-                    logger.warning("the cluster controller died; starting it again: %s", error)
-                    self._connect_again()
+    async def close_after(self, session_id: str, epoch: int, turn_key: str) -> None:
+        await self._of(session_id).close_after(session_id, epoch, turn_key)
 
-    async def _current_actor(self) -> ActorHandle:
-        """The controller's handle. Replaces a controller of an earlier version first."""
-        while not self._is_current:
-            actor = self._actor
-            version = await version_of(actor)
-            if actor is not self._actor:
-                continue  # another call has connected again meanwhile
-            self._is_current = version >= WIRE_VERSION
-            if not self._is_current:
-                logger.warning("the cluster controller is of an earlier version (%d); replacing it", version)
-                ray.kill(actor, no_restart=True)
-                self._connect_again()  # at once, before a replica of the earlier version starts its own again
-        return self._actor
+    async def expire_idle(self) -> list[str]:
+        return [name for ended in await self._all(lambda shard: shard.expire_idle()) for name in ended]
 
-    def _connect_again(self) -> None:
-        """Gets the handle again. The actor of that name may now be of any version."""
-        self._actor = self._connect()
-        self._is_current = self._deployment is None
+    async def sessions(
+        self, tenant: str | None = None, after: str | None = None, limit: int | None = None
+    ) -> list[LedgerEntry]:
+        return joined_page(await self._all(lambda shard: shard.sessions(tenant, after, limit)), limit)
+
+    async def session(self, session_id: str) -> LedgerEntry:
+        return await self._of(session_id).session(session_id)
+
+    async def replicas(self, all_heard: bool = False) -> list[ReplicaStatus]:
+        """The replicas that any shard that answers knows: they hear of the same ones. Raises only if none answers."""
+        asked = (shard.replicas(all_heard) for shard in self.shards)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        told = [answer for answer in answers if not isinstance(answer, BaseException)]
+        if not told:
+            _raise_first(answers)
+        return joined_replicas(told)
+
+    async def stats(self) -> dict[str, float]:
+        return joined_stats(await self._all(lambda shard: shard.stats()))
+
+    async def measures(self) -> list[Measure]:
+        return joined_measures(await self._all(lambda shard: shard.measures()))
+
+    async def view(self, after: str | None = None, limit: int = 100) -> ClusterView:
+        cursors = dict(zip(self.shards, cursors_of(after, len(self.shards)), strict=True))
+        return joined_view(await self._all(lambda shard: shard.view(cursors[shard], limit)), limit)
+
+    def _of(self, key: str) -> ShardCalls:
+        return self.shards[self.shard_of(key)]
+
+    async def _all(self, ask: Callable[[ShardCalls], Awaitable[T]]) -> list[T]:
+        """The answers of all shards. Raises the first error once all have answered."""
+        answers = await asyncio.gather(*map(ask, self.shards), return_exceptions=True)
+        _raise_first(answers)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
-def _cause(error: RayActorError) -> str:
-    """The last line of Ray's message, which may be a whole traceback."""
-    return str(error).rstrip().rpartition("\n")[2]
+def _raise_first(answers: Sequence[object]) -> None:
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
 
 
 def connect_controller(name: str, deployment: Deployment) -> ControllerCalls:
-    """Calls to the cluster controller of this name. Creates the controller if there is none."""
-    return ControllerCalls(
-        lambda: get_or_create_controller(name, NAMESPACE, deployment.settings, deployment.log),
+    """Calls to the cluster controller of this name. Creates its shards if there are none."""
+    return ControllerCalls([_connect_shard(name, deployment, at) for at in range(deployment.log.shards)])
+
+
+def _connect_shard(name: str, deployment: Deployment, shard: int) -> ShardCalls:
+    own, its_name = deployment_of_shard(deployment, shard), shard_name(name, shard)
+    return ShardCalls(
+        lambda: get_or_create_controller(its_name, NAMESPACE, own.settings, own.log),
         timeout_s=CONTROLLER_TIMEOUT_S,
-        deployment=deployment,
+        deployment=own,
     )
 
 
@@ -182,6 +217,11 @@ def announce_at_deploy(name: str, deployment: Deployment) -> None:
     """
     if not ray.is_initialized():
         return
+    for shard in range(deployment.log.shards):
+        _announce(shard_name(name, shard), deployment_of_shard(deployment, shard))
+
+
+def _announce(name: str, deployment: Deployment) -> None:
     try:
         controller = ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:

@@ -22,7 +22,8 @@ from controllers.cluster_actor import get_or_create_controller, version_of
 from controllers.records import ReplicaStatus
 from controllers.settings import ClusterSettings, Deployment, LogSettings, SqliteLogSettings
 from controllers.wire_record import FIRST_VERSION, WIRE_VERSION
-from serving.wire.controller_calls import NAMESPACE, ControllerCalls, announce_at_deploy
+from serving.wire.controller_calls import NAMESPACE, announce_at_deploy
+from serving.wire.shard_calls import ShardCalls
 
 pytestmark = pytest.mark.cluster
 
@@ -137,7 +138,7 @@ def test_a_controller_of_version_1_hears_of_the_deployment_and_is_replaced(
 
     async def meet() -> list[ReplicaStatus]:
         front_end, replica = (
-            ControllerCalls(lambda: create(name, log), timeout_s=CALLS_TIMEOUT_S, deployment=deployment)
+            ShardCalls(lambda: create(name, log), timeout_s=CALLS_TIMEOUT_S, deployment=deployment)
             for _ in range(2)
         )
         await asyncio.gather(

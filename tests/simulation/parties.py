@@ -19,6 +19,7 @@ from serving.replica.replica import LLMReplica
 from serving.settings.config import AppArgs
 from serving.text.text import TextProcessor
 from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, ControllerCalls
+from serving.wire.shard_calls import ShardCalls
 from tests.simulation.engine_loop import EngineFactory
 from tests.simulation.health import HealthChecks
 from tests.simulation.links import Links, SimulatedListener
@@ -231,9 +232,8 @@ class Cluster:
 
     def _controller_calls(self, party: Party) -> ControllerCalls:
         connect: Callable[[], Any] = lambda: ControllerHandle(self.serve, party)  # noqa: E731
-        return ControllerCalls(
-            connect, timeout_s=CONTROLLER_TIMEOUT_S, deployment=self.args.deployment("first")
-        )
+        deployment = self.args.deployment("first")
+        return ControllerCalls([ShardCalls(connect, timeout_s=CONTROLLER_TIMEOUT_S, deployment=deployment)])
 
     def _party(self, kind: str) -> Party:
         self._count += 1

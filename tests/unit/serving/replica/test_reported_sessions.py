@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from controllers.records import LedgerEntry, SessionReport
-from serving.replica import session_host
+from serving.replica import reported_sessions
 from tests.unit.serving.replica_rig import Rig, call, running_rig
 
 WAIT_S = 10.0
@@ -89,7 +89,7 @@ async def test_the_engine_is_asked_the_less_often_the_more_sessions_it_looks_at(
         return session_kv_tokens()
 
     monkeypatch.setattr(rig.engine, "session_kv_tokens", counted)
-    monkeypatch.setattr(session_host, "KV_LOOKS_PER_S", 0.001)
+    monkeypatch.setattr(reported_sessions, "KV_LOOKS_PER_S", 0.001)
     for _ in range(5):
         await rig.host.heartbeat()
     assert asked == 1

@@ -1,79 +1,196 @@
-"""Calls to the cluster controller: what a caller gets when it cannot answer, and turns that share a call."""
+"""Calls to a controller of three shards: each a real Cluster with a log of its own."""
 
 from __future__ import annotations
 
-import asyncio
-from types import SimpleNamespace
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, RayTaskError
 
-from controllers.commit_groups import Outcome
-from controllers.errors import StaleEpoch, StoreError
-from controllers.records import TurnRecord
+from controllers.errors import InvalidFork, NoAnswer, SessionExists, SessionNotFound, StaleEpoch
+from controllers.records import (
+    Assignment,
+    Checkpoint,
+    ForkOrder,
+    ReplicaStatus,
+    SessionReport,
+    SessionStatus,
+    TurnRecord,
+)
 from controllers.tokens import encode_tokens
-from serving.wire import controller_calls
 from serving.wire.controller_calls import ControllerCalls
-from serving.wire.errors import error_info
+from tests.unit.serving.replica_rig import LocalController, local_controller
 
-REASON = "cannot open session log /var/sessions.sqlite3: disk is full"
-TRACEBACK = f"""Traceback (most recent call last):
-  File "/srv/kedge/controllers/sqlite_schema.py", line 82, in open_session_log
-controllers.errors.StoreError: {REASON}
-"""
+SHARDS = 3
+TOKENS = encode_tokens([1, 2, 3, 4])
 
 
-def controller_that_dies(times: list[str]) -> ActorHandle:
-    async def call() -> Any:
-        times.append("asked")
-        raise ActorDiedError(RayTaskError("ClusterController.__init__", TRACEBACK, StoreError(REASON)))
+@dataclass
+class Shards:
+    calls: ControllerCalls
+    each: list[LocalController]
 
-    return cast(ActorHandle, SimpleNamespace(replicas=SimpleNamespace(remote=call)))
+    def name_of(self, shard: int, prefix: str = "s") -> str:
+        """An id that belongs to the shard."""
+        names = (f"{prefix}{number}" for number in itertools.count())
+        return next(name for name in names if self.calls.shard_of(name) == shard)
 
-
-def test_a_controller_that_cannot_start_is_named_with_its_reason_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Clients used to get the whole traceback. Later they got its last line, with the paths of the server's files."""
-    monkeypatch.setattr(controller_calls, "RETRY_PAUSE_S", 0.001)
-    asked: list[str] = []
-    calls = ControllerCalls(lambda: controller_that_dies(asked), timeout_s=0.3)
-    with pytest.raises(StoreError) as caught:
-        asyncio.run(calls.replicas())
-    assert len(asked) > 1
-    told = "the cluster controller did not answer replicas in 0.3 s"
-    assert str(caught.value) == f"{told} (controllers.errors.StoreError: {REASON})"
-    assert error_info(caught.value).message == told
+    async def with_turn(self, name: str) -> Assignment:
+        """Opens a session with one committed turn."""
+        opened = await self.calls.open_session(name)
+        place = Checkpoint(1, b"digest", 2)
+        turn = TurnRecord(
+            name, opened.epoch, 0, 0, TOKENS, 2, tools="t", checkpoint=place, whole=True, note=b"hello"
+        )
+        await self.calls.commit_turn(turn)
+        return opened
 
 
-def turn(session_id: str) -> TurnRecord:
-    return TurnRecord(session_id, 1, 0, 0, encode_tokens([1]), 1)
+@pytest.fixture
+async def shards(tmp_path: Path) -> Shards:
+    each = []
+    for shard in range(SHARDS):
+        (tmp_path / str(shard)).mkdir()
+        each.append(local_controller(tmp_path / str(shard)))
+    calls = ControllerCalls(cast(Any, each))
+    for name in ("a", "b"):
+        await calls.register_replica(ReplicaStatus(name, 1000, 1000))
+    return Shards(calls, each)
 
 
-def test_turns_that_come_while_a_call_is_under_way_share_the_next() -> None:
-    """Each turn used to be a call of its own. A call costs the controller several times what a turn does."""
+async def test_each_session_is_at_the_shard_of_its_key(shards: Shards) -> None:
+    names = [f"anna-{number}" for number in range(60)]
+    for name in names:
+        await shards.calls.open_session(name, "tenant")
+    await shards.calls.open_session(None, "tenant")  # the id is chosen before the shard
+    counts = [controller.cluster.count() for controller in shards.each]
+    assert sum(counts) == len(names) + 1
+    assert min(counts) > 5
+    for name in names:
+        found = await shards.calls.resolve(name, False, "tenant")
+        assert found.session_id == f"tenant {name}"
+        assert (await shards.calls.session(found.session_id)).tenant == "tenant"
+    assert await shards.calls.close_session(names[0], "tenant")
+    with pytest.raises(SessionNotFound):
+        await shards.calls.resolve(names[0], False, "tenant")
 
-    async def commit_all() -> tuple[list[list[str]], list[Any]]:
-        asked: list[list[str]] = []
-        answers = asyncio.Event()
 
-        async def commit_turns(records: list[TurnRecord]) -> list[Outcome]:
-            asked.append([record.session_id for record in records])
-            await answers.wait()
-            return [StaleEpoch("moved") if record.session_id == "t" else None for record in records]
+async def test_pages_of_sessions_are_in_order_over_all_shards(shards: Shards) -> None:
+    names = sorted(f"s{number:02}" for number in range(30))
+    for name in reversed(names):
+        await shards.calls.open_session(name)
+    read: list[str] = []
+    after = None
+    while page := await shards.calls.sessions(None, after, 7):
+        assert len(page) <= 7
+        read += [entry.session_id for entry in page]
+        after = read[-1]
+    assert read == names
 
-        actor = SimpleNamespace(commit_turns=SimpleNamespace(remote=commit_turns))
-        calls = ControllerCalls(lambda: cast(ActorHandle, actor), timeout_s=20.0)
-        tasks = [asyncio.create_task(calls.commit_turn(turn("s")))]
-        while not asked:
-            await asyncio.sleep(0)
-        tasks += [asyncio.create_task(calls.commit_turn(turn(name))) for name in "tuv"]
-        await asyncio.sleep(0)
-        answers.set()
-        return asked, await asyncio.gather(*tasks, return_exceptions=True)
 
-    asked, told = asyncio.run(commit_all())
-    assert asked == [["s"], ["t", "u", "v"]]
-    assert [type(outcome) for outcome in told] == [type(None), StaleEpoch, type(None), type(None)]
+@pytest.mark.parametrize("same", [True, False])
+async def test_a_fork_begins_with_its_parents_history_wherever_it_belongs(shards: Shards, same: bool) -> None:
+    parent, child = shards.name_of(0), shards.name_of(0 if same else 1, "child-")
+    owner = await shards.with_turn(parent)
+    order = ForkOrder(child, "fork-1", length=3)
+    made = await shards.calls.fork_session(parent, owner.epoch, owner.replica_id, order)
+    assert (made.session_id, made.replica_id, made.history) == (child, owner.replica_id, b"")
+    again = await shards.calls.fork_session(parent, owner.epoch, owner.replica_id, order)
+    assert again == made
+    loaded = await shards.calls.load_session(child, made.epoch, made.replica_id)
+    assert (loaded.history, loaded.turns, loaded.tools) == (encode_tokens([1, 2, 3]), 0, "t")
+    assert ([each.length for each in loaded.checkpoints], loaded.whole) == ([2], True)
+    (note,) = await shards.calls.notes(child, "")
+    assert (note.turn_index, note.note, note.end_len) == (-1, b"hello", 3)
+    turn = TurnRecord(child, made.epoch, 0, 3, encode_tokens([9]), 1)
+    await shards.calls.commit_turn(turn)
+    assert (await shards.calls.load_session(child, made.epoch, made.replica_id)).history == encode_tokens(
+        [1, 2, 3, 9]
+    )
+    # Each may end without the other.
+    assert await shards.calls.close_session(parent)
+    assert (await shards.calls.load_session(child, made.epoch, made.replica_id)).num_tokens == 4
+    assert await shards.calls.close_session(child)
+    assert not (await shards.calls.sessions())
+
+
+async def test_a_fork_to_another_shard_is_refused_as_one_within(shards: Shards) -> None:
+    parent, taken, child = shards.name_of(0), shards.name_of(1), shards.name_of(1, "child-")
+    owner = await shards.with_turn(parent)
+    await shards.calls.open_session(taken)
+
+    async def fork(name: str, epoch: int, length: int | None) -> None:
+        order = ForkOrder(name, "fork-1", length=length)
+        await shards.calls.fork_session(parent, epoch, owner.replica_id, order)
+
+    with pytest.raises(SessionExists):
+        await fork(taken, owner.epoch, None)
+    with pytest.raises(StaleEpoch):
+        await fork(child, owner.epoch + 1, None)
+    with pytest.raises(InvalidFork):
+        await fork(child, owner.epoch, 5)
+    assert (await shards.calls.session(parent)).tokens == 4
+    with pytest.raises(SessionNotFound):
+        await shards.calls.session(child)
+
+
+async def test_replicas_are_told_to_all_shards_and_counted_once(shards: Shards) -> None:
+    for number in range(12):
+        await shards.calls.open_session(f"s{number}")
+    statuses = await shards.calls.replicas()
+    assert [status.replica_id for status in statuses] == ["a", "b"]
+    assert sum(status.sessions for status in statuses) == 12
+    stats = await shards.calls.stats()
+    assert (stats["replicas_live"], stats["sessions_opened_total"]) == (2.0, 12.0)
+    measures = {(each.name, each.labels): each.value for each in await shards.calls.measures()}
+    assert measures["controller_replicas_live", ()] == 2.0
+    assert measures["controller_sessions_opened", ()] == 12.0
+    assert max(Counter((each.name, each.labels) for each in await shards.calls.measures()).values()) == 1
+    await shards.calls.drain_replica("a")
+    assert [status.draining for status in await shards.calls.replicas()] == [True, False]
+    states = [controller.cluster.watch.view(None, 0).states["a"] for controller in shards.each]
+    assert states == ["draining"] * SHARDS
+    assert await shards.calls.report_unreachable("a", True)
+    assert [status.replica_id for status in await shards.calls.replicas()] == ["b"]
+
+
+async def test_who_is_there_is_known_while_a_shard_does_not_answer(shards: Shards) -> None:
+    away = NoAnswer("no answer")
+    shards.each[0].failures["replicas"] = [away]
+    assert len(await shards.calls.replicas()) == 2
+    for controller in shards.each:
+        controller.failures["replicas"] = [away]
+    with pytest.raises(NoAnswer):
+        await shards.calls.replicas()
+    shards.each[1].failures["stats"] = [away]
+    with pytest.raises(NoAnswer):  # figures of some of the sessions would be wrong
+        await shards.calls.stats()
+
+
+async def test_a_view_has_the_events_of_all_shards_once(shards: Shards) -> None:
+    first = await shards.calls.view(None, 10)
+    assert [event.kind for event in first.events] == ["replica_up", "replica_up"]
+    for number in range(9):
+        await shards.calls.open_session(f"s{number}")
+    view = await shards.calls.view(first.cursor, 5)
+    assert [event.kind for event in view.events] == ["opened"] * 9
+    assert (view.sessions, len(view.recent)) == (9, 5)
+    assert not (await shards.calls.view(view.cursor, 5)).events
+    assert len((await shards.calls.view("another/3", 5)).events) == 11
+
+
+async def test_each_shard_hears_of_its_own_sessions(shards: Shards) -> None:
+    """What a replica reports to one shard says nothing about the sessions of the others."""
+    names = [shards.name_of(shard) for shard in range(SHARDS)]
+    epochs = {name: (await shards.calls.open_session(name)).epoch for name in names}
+    for shard, name in enumerate(names):
+        owner = (await shards.calls.session(name)).replica_id
+        report = SessionReport(1, 0, (SessionStatus(name, epochs[name], 7, 1, 0.0, False),))
+        reply = await shards.calls.shards[shard].heartbeat(ReplicaStatus(owner, 1000, 1000, held=1), report)
+        assert (reply.known, reply.stale_sessions) == (True, ())
+    assert all(entry.reported_s is not None for entry in await shards.calls.sessions())
+    orphans = [each for each in await shards.calls.measures() if "orphaned" in each.name]
+    assert not any(each.value for each in orphans)
