@@ -16,7 +16,8 @@ from ray.dashboard.modules.metrics.dashboards.serve_llm_sglang_dashboard_panels 
 )
 from wrap import wrapped
 
-from serving.watch.definitions import CONSTANT_LABELS, GROUPS, LABELS, Definition, Source
+from serving.watch.definitions import CONSTANT_LABELS, GROUPS, LABELS
+from serving.watch.metric_definition import Definition, Source
 from serving.watch.ray_llm import FINISHED, NOT_TOLD, NOW_FIGURES, SERVE_REQUESTS, TURN_FIGURES, LLMNames
 
 SERVE = f"ray_{SERVE_REQUESTS}"

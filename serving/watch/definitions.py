@@ -9,28 +9,10 @@ id of a session or request, or anything else that a client chooses freely.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
 from types import MappingProxyType
 
 from controllers.cluster_stats import DRAIN_BUCKETS_S, GROUP_BUCKETS, STORE_BUCKETS_S
-
-
-class Kind(StrEnum):
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
-class Source(StrEnum):
-    """Who counts a metric. Replicas and front ends put their name into a label of that name. PAGE is the front end that
-    gathers the page; its figures are about the whole page and are the same on every front end."""
-
-    REPLICA = "replica"
-    INGRESS = "ingress"
-    CONTROLLER = "controller"
-    PAGE = "page"
-
+from serving.watch.metric_definition import Source, counter, gauge, histogram
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.015, 0.02, 0.025, 0.035, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 INTER_TOKEN_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -70,48 +52,10 @@ LABELS = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Definition:
-    """`name` is without the `_total` that counters have in an exposition. `labels` are without the constant ones; the
-    label of the source comes first. `unit` is the base unit of what is counted."""
-
-    name: str
-    kind: Kind
-    source: Source
-    unit: str
-    labels: tuple[str, ...]
-    help: str
-    buckets: tuple[float, ...] = ()
-
-    @property
-    def shown(self) -> str:
-        """Its name in an exposition, without the suffixes of a histogram's series."""
-        return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
-
-
-def _counter(source: Source, name: str, unit: str, text: str, *labels: str) -> Definition:
-    return Definition(f"kedge_{name}", Kind.COUNTER, source, unit, _of(source, labels), text)
-
-
-def _gauge(source: Source, name: str, unit: str, text: str, *labels: str) -> Definition:
-    return Definition(f"kedge_{name}", Kind.GAUGE, source, unit, _of(source, labels), text)
-
-
-def _histogram(
-    source: Source, name: str, unit: str, text: str, buckets: tuple[float, ...], *labels: str
-) -> Definition:
-    return Definition(f"kedge_{name}", Kind.HISTOGRAM, source, unit, _of(source, labels), text, buckets)
-
-
-def _of(source: Source, labels: tuple[str, ...]) -> tuple[str, ...]:
-    own = (source.value,) if source in (Source.REPLICA, Source.INGRESS) else ()
-    return (*own, *labels)
-
-
 REPLICA, INGRESS, CONTROLLER, PAGE = Source
 
 MEMORY = (
-    _gauge(
+    gauge(
         REPLICA,
         "kv_pages",
         "pages",
@@ -119,14 +63,14 @@ MEMORY = (
         "pool",
         "account",
     ),
-    _gauge(REPLICA, "kv_pool_pages", "pages", "KV pages in the pool.", "pool"),
-    _gauge(
+    gauge(REPLICA, "kv_pool_pages", "pages", "KV pages in the pool.", "pool"),
+    gauge(
         REPLICA,
         "kv_utilization",
         "ratio",
         "KV memory that turns use or still need, as a share of the pool. Above 1, not all of them fit.",
     ),
-    _gauge(
+    gauge(
         REPLICA,
         "tenant_kv_bytes",
         "bytes",
@@ -134,100 +78,100 @@ MEMORY = (
         "tenant",
         "tier",
     ),
-    _gauge(REPLICA, "host_kv_bytes", "bytes", "Host memory that the KV of idle sessions uses."),
-    _gauge(REPLICA, "host_kv_budget_bytes", "bytes", "Host memory that the KV of idle sessions may use."),
-    _gauge(REPLICA, "host_sessions", "sessions", "Idle sessions whose KV is in host memory."),
-    _gauge(REPLICA, "disk_kv_bytes", "bytes", "Disk space that the KV of idle sessions uses."),
-    _gauge(REPLICA, "disk_kv_budget_bytes", "bytes", "Disk space that the KV of idle sessions may use."),
-    _gauge(REPLICA, "disk_sessions", "sessions", "Idle sessions whose KV is on disk."),
-    _counter(REPLICA, "disk_failures", "operations", "Failed writes and reads of KV on disk."),
-    _counter(REPLICA, "evicted_pages", "pages", "Cached pages dropped to make room."),
-    _counter(
+    gauge(REPLICA, "host_kv_bytes", "bytes", "Host memory that the KV of idle sessions uses."),
+    gauge(REPLICA, "host_kv_budget_bytes", "bytes", "Host memory that the KV of idle sessions may use."),
+    gauge(REPLICA, "host_sessions", "sessions", "Idle sessions whose KV is in host memory."),
+    gauge(REPLICA, "disk_kv_bytes", "bytes", "Disk space that the KV of idle sessions uses."),
+    gauge(REPLICA, "disk_kv_budget_bytes", "bytes", "Disk space that the KV of idle sessions may use."),
+    gauge(REPLICA, "disk_sessions", "sessions", "Idle sessions whose KV is on disk."),
+    counter(REPLICA, "disk_failures", "operations", "Failed writes and reads of KV on disk."),
+    counter(REPLICA, "evicted_pages", "pages", "Cached pages dropped to make room."),
+    counter(
         REPLICA,
         "demotions",
         "sessions",
         "Idle sessions whose KV was moved to host memory or on to disk, or was dropped (tier log).",
         "tier",
     ),
-    _counter(
+    counter(
         REPLICA,
         "promotions",
         "sessions",
         "Idle sessions whose KV was moved back from host memory or from disk.",
         "tier",
     ),
-    _counter(
+    counter(
         REPLICA, "retractions", "requests", "Running requests put back into the queue because memory ran out."
     ),
 )
 ENGINE = (
-    _gauge(REPLICA, "sessions", "sessions", "Sessions with a slot in the engine."),
-    _gauge(REPLICA, "requests_running", "requests", "Requests in the running batch."),
-    _gauge(REPLICA, "requests_waiting", "requests", "Requests waiting for admission."),
-    _counter(REPLICA, "engine_steps", "steps", "Steps of the engine."),
-    _gauge(
+    gauge(REPLICA, "sessions", "sessions", "Sessions with a slot in the engine."),
+    gauge(REPLICA, "requests_running", "requests", "Requests in the running batch."),
+    gauge(REPLICA, "requests_waiting", "requests", "Requests waiting for admission."),
+    counter(REPLICA, "engine_steps", "steps", "Steps of the engine."),
+    gauge(
         REPLICA,
         "engine_step_age_seconds",
         "seconds",
         "Time since the engine's current step began. 0 between steps.",
     ),
-    _counter(REPLICA, "generated_tokens", "tokens", "Tokens generated."),
-    _counter(REPLICA, "prefill_tokens", "tokens", "Input tokens computed."),
-    _counter(REPLICA, "cached_tokens", "tokens", "Input tokens whose KV was cached."),
-    _counter(REPLICA, "draft_tokens", "tokens", "Draft tokens proposed to the model."),
-    _counter(REPLICA, "accepted_draft_tokens", "tokens", "Draft tokens that the model accepted."),
+    counter(REPLICA, "generated_tokens", "tokens", "Tokens generated."),
+    counter(REPLICA, "prefill_tokens", "tokens", "Input tokens computed."),
+    counter(REPLICA, "cached_tokens", "tokens", "Input tokens whose KV was cached."),
+    counter(REPLICA, "draft_tokens", "tokens", "Draft tokens proposed to the model."),
+    counter(REPLICA, "accepted_draft_tokens", "tokens", "Draft tokens that the model accepted."),
 )
 TURNS = (
-    _counter(REPLICA, "turns", "turns", "Turns by outcome.", "outcome"),
-    _counter(REPLICA, "finished_turns", "turns", "Turns that the engine has ended, by reason.", "reason"),
-    _histogram(
+    counter(REPLICA, "turns", "turns", "Turns by outcome.", "outcome"),
+    counter(REPLICA, "finished_turns", "turns", "Turns that the engine has ended, by reason.", "reason"),
+    histogram(
         REPLICA,
         "queue_seconds",
         "seconds",
         "Time from a turn's arrival at the engine to its first step.",
         QUEUE_BUCKETS_S,
     ),
-    _histogram(
+    histogram(
         REPLICA,
         "ttft_seconds",
         "seconds",
         "Time from a turn's arrival at the replica to its first token.",
         TTFT_BUCKETS_S,
     ),
-    _histogram(
+    histogram(
         REPLICA,
         "prefill_seconds",
         "seconds",
         "Time from a turn's first step to its first token.",
         QUEUE_BUCKETS_S,
     ),
-    _histogram(
+    histogram(
         REPLICA, "decode_seconds", "seconds", "Time from a turn's first token to its last.", REQUEST_BUCKETS_S
     ),
-    _histogram(
+    histogram(
         REPLICA,
         "turn_seconds",
         "seconds",
         "Time from a turn's arrival at the replica to its last token.",
         REQUEST_BUCKETS_S,
     ),
-    _histogram(
+    histogram(
         REPLICA,
         "inter_token_seconds",
         "seconds",
         "Time between tokens of one request.",
         INTER_TOKEN_BUCKETS_S,
     ),
-    _histogram(REPLICA, "prompt_tokens", "tokens", "Input of a turn, including its history.", TOKEN_BUCKETS),
-    _histogram(REPLICA, "output_tokens", "tokens", "Output of a turn.", TOKEN_BUCKETS),
-    _gauge(REPLICA, "commits_pending", "turns", "Finished turns that wait for the session log."),
-    _counter(
+    histogram(REPLICA, "prompt_tokens", "tokens", "Input of a turn, including its history.", TOKEN_BUCKETS),
+    histogram(REPLICA, "output_tokens", "tokens", "Output of a turn.", TOKEN_BUCKETS),
+    gauge(REPLICA, "commits_pending", "turns", "Finished turns that wait for the session log."),
+    counter(
         REPLICA,
         "commit_retries",
         "commits",
         "Commits sent again because the controller or the session log did not answer.",
     ),
-    _histogram(
+    histogram(
         REPLICA,
         "commit_seconds",
         "seconds",
@@ -236,14 +180,14 @@ TURNS = (
     ),
 )
 SESSIONS = (
-    _gauge(REPLICA, "sessions_held", "sessions", "Named sessions whose history the replica holds."),
-    _gauge(
+    gauge(REPLICA, "sessions_held", "sessions", "Named sessions whose history the replica holds."),
+    gauge(
         REPLICA,
         "unnamed_sessions",
         "sessions",
         "Conversations without a session whose KV is kept in case they continue.",
     ),
-    _counter(
+    counter(
         REPLICA,
         "conversations",
         "turns",
@@ -251,28 +195,28 @@ SESSIONS = (
         "kind",
         "outcome",
     ),
-    _counter(
+    counter(
         REPLICA,
         "conversation_prompt_tokens",
         "tokens",
         "Input of turns whose client sends the whole conversation.",
         "kind",
     ),
-    _counter(
+    counter(
         REPLICA,
         "conversation_cached_tokens",
         "tokens",
         "Input of turns whose client sends the whole conversation, as far as its KV was cached.",
         "kind",
     ),
-    _histogram(
+    histogram(
         REPLICA,
         "session_load_seconds",
         "seconds",
         "Time to load a session's history from the log, for example after a move.",
         MOVE_BUCKETS_S,
     ),
-    _gauge(
+    gauge(
         REPLICA,
         "orphaned_sessions",
         "sessions",
@@ -280,14 +224,14 @@ SESSIONS = (
     ),
 )
 AUDITS = (
-    _counter(REPLICA, "audits", "audits", "Audits of all pages, by result.", "result"),
-    _gauge(
+    counter(REPLICA, "audits", "audits", "Audits of all pages, by result.", "result"),
+    gauge(
         REPLICA,
         "audit_findings",
         "findings",
         "Findings of the last audit: pages that are not in exactly one account, and counters that disagree.",
     ),
-    _gauge(
+    gauge(
         REPLICA,
         "audit_timestamp_seconds",
         "seconds",
@@ -295,11 +239,11 @@ AUDITS = (
     ),
 )
 LINKS = (
-    _gauge(REPLICA, "replica_links", "links", "Front ends that are connected to the replica."),
-    _gauge(INGRESS, "links", "links", "Connections to replicas, by state.", "state"),
-    _gauge(INGRESS, "link_calls", "calls", "Calls and turns at replicas that have not ended."),
-    _gauge(INGRESS, "link_unread_bytes", "bytes", "Bytes sent to replicas and not acknowledged yet."),
-    _counter(
+    gauge(REPLICA, "replica_links", "links", "Front ends that are connected to the replica."),
+    gauge(INGRESS, "links", "links", "Connections to replicas, by state.", "state"),
+    gauge(INGRESS, "link_calls", "calls", "Calls and turns at replicas that have not ended."),
+    gauge(INGRESS, "link_unread_bytes", "bytes", "Bytes sent to replicas and not acknowledged yet."),
+    counter(
         INGRESS,
         "connection_breaks",
         "connections",
@@ -307,7 +251,7 @@ LINKS = (
     ),
 )
 HTTP = (
-    _counter(
+    counter(
         INGRESS,
         "http_requests",
         "requests",
@@ -316,8 +260,8 @@ HTTP = (
         "method",
         "status",
     ),
-    _gauge(INGRESS, "http_requests_in_flight", "requests", "Requests in flight, including WebSockets."),
-    _histogram(
+    gauge(INGRESS, "http_requests_in_flight", "requests", "Requests in flight, including WebSockets."),
+    histogram(
         INGRESS,
         "http_request_seconds",
         "seconds",
@@ -325,7 +269,7 @@ HTTP = (
         REQUEST_BUCKETS_S,
         "route",
     ),
-    _histogram(
+    histogram(
         INGRESS,
         "http_ttft_seconds",
         "seconds",
@@ -335,63 +279,63 @@ HTTP = (
     ),
 )
 DISPATCH = (
-    _counter(
+    counter(
         INGRESS, "failovers", "calls", "Calls sent again: their replica was lost, or refused them.", "cause"
     ),
-    _counter(INGRESS, "takeovers", "turns", "Turns that another replica continued in mid-stream."),
-    _histogram(
+    counter(INGRESS, "takeovers", "turns", "Turns that another replica continued in mid-stream."),
+    histogram(
         INGRESS,
         "takeover_seconds",
         "seconds",
         "Time from the loss of a turn's replica in mid-stream to the turn's next event, from another replica.",
         MOVE_BUCKETS_S,
     ),
-    _histogram(
+    histogram(
         INGRESS,
         "move_seconds",
         "seconds",
         "Delay of a turn whose session had moved: from the former owner's refusal to the new owner's answer.",
         MOVE_BUCKETS_S,
     ),
-    _counter(
+    counter(
         INGRESS,
         "ownership_lookups",
         "turns",
         "Turns whose owner was not in the front end's cache, so that it asked the controller.",
     ),
-    _gauge(
+    gauge(
         PAGE,
         "replicas_expected",
         "replicas",
         "Replicas that the settings ask for. With autoscaling, the minimum.",
     ),
-    _gauge(
+    gauge(
         PAGE,
         "scrape_missing_replicas",
         "replicas",
         "Replicas that should be on this page and did not answer.",
     ),
-    _gauge(PAGE, "controller_up", "bool", "1 if the controller answered this scrape, else 0."),
+    gauge(PAGE, "controller_up", "bool", "1 if the controller answered this scrape, else 0."),
 )
 LEDGER = (
-    _gauge(
+    gauge(
         CONTROLLER, "controller_sessions_idle", "sessions", "Sessions in the ledger without a turn in flight."
     ),
-    _gauge(CONTROLLER, "controller_sessions_in_turn", "sessions", "Sessions with a turn in flight."),
-    _gauge(
+    gauge(CONTROLLER, "controller_sessions_in_turn", "sessions", "Sessions with a turn in flight."),
+    gauge(
         CONTROLLER,
         "controller_sessions_unowned",
         "sessions",
         "Sessions whose replica is gone. They get a new owner with their next turn.",
     ),
-    _gauge(CONTROLLER, "controller_session_tokens", "tokens", "Committed tokens of all sessions."),
-    _gauge(
+    gauge(CONTROLLER, "controller_session_tokens", "tokens", "Committed tokens of all sessions."),
+    gauge(
         CONTROLLER,
         "controller_session_size_bytes",
         "bytes",
         "KV that replicas hold for all sessions. KV that forks share counts once for each fork.",
     ),
-    _gauge(
+    gauge(
         CONTROLLER,
         "controller_orphaned_sessions",
         "sessions",
@@ -400,7 +344,7 @@ LEDGER = (
         "kind",
     ),
     *(
-        _counter(CONTROLLER, f"controller_{name}", unit, text)
+        counter(CONTROLLER, f"controller_{name}", unit, text)
         for name, unit, text in (
             ("sessions_opened", "sessions", "Sessions opened."),
             ("sessions_forked", "sessions", "Sessions forked from others."),
@@ -413,17 +357,15 @@ LEDGER = (
             ("commits_failed", "turns", "Commits that failed because of the log. Replicas send them again."),
         )
     ),
-    _counter(CONTROLLER, "ownership_transfers", "sessions", "Sessions that moved to another replica."),
-    _counter(
+    counter(CONTROLLER, "ownership_transfers", "sessions", "Sessions that moved to another replica."),
+    counter(
         CONTROLLER,
         "ownership_rebalanced",
         "sessions",
         "Sessions that moved from a busy replica to a less busy one.",
     ),
-    _counter(
-        CONTROLLER, "ownership_drained", "sessions", "Sessions that moved away from a draining replica."
-    ),
-    _counter(
+    counter(CONTROLLER, "ownership_drained", "sessions", "Sessions that moved away from a draining replica."),
+    counter(
         CONTROLLER,
         "ownership_moved_by_operators",
         "sessions",
@@ -432,7 +374,7 @@ LEDGER = (
 )
 MEMBERS = (
     *(
-        _gauge(CONTROLLER, f"controller_replicas_{state}", "replicas", text)
+        gauge(CONTROLLER, f"controller_replicas_{state}", "replicas", text)
         for state, text in (
             ("live", "Replicas in use."),
             ("joining", "Replicas not heard from since the controller started."),
@@ -440,20 +382,20 @@ MEMBERS = (
             ("draining", "Replicas that are draining."),
         )
     ),
-    _gauge(
+    gauge(
         CONTROLLER,
         "controller_heartbeat_age_seconds",
         "seconds",
         "Time since a replica was last heard from, for replicas that are not gone.",
         "replica",
     ),
-    _counter(
+    counter(
         CONTROLLER,
         "controller_replicas_lost",
         "replicas",
         "Replicas that left without a farewell, or whose engine ended or hung.",
     ),
-    _histogram(
+    histogram(
         CONTROLLER,
         "controller_drain_seconds",
         "seconds",
@@ -462,7 +404,7 @@ MEMBERS = (
     ),
 )
 LOG = (
-    _histogram(
+    histogram(
         CONTROLLER,
         "controller_store_seconds",
         "seconds",
@@ -470,15 +412,15 @@ LOG = (
         STORE_BUCKETS_S,
         "operation",
     ),
-    _counter(
+    counter(
         CONTROLLER,
         "controller_store_errors",
         "operations",
         "Operations of the session log that failed.",
         "operation",
     ),
-    _gauge(CONTROLLER, "controller_commits_queued", "turns", "Turns that wait to be written to the log."),
-    _histogram(
+    gauge(CONTROLLER, "controller_commits_queued", "turns", "Turns that wait to be written to the log."),
+    histogram(
         CONTROLLER,
         "controller_commit_group_turns",
         "turns",

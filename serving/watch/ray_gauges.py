@@ -8,8 +8,9 @@ from __future__ import annotations
 from ray.serve.metrics import Gauge
 
 from engine.api import EngineStats
-from serving.watch.definitions import DEFINITIONS, Kind
+from serving.watch.definitions import DEFINITIONS
 from serving.watch.engine_figures import engine_figures
+from serving.watch.metric_definition import Kind
 
 
 class RayGauges:

@@ -19,7 +19,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from serving.watch.definitions import DEFINITIONS, Definition, Kind
+from serving.watch.definitions import DEFINITIONS
+from serving.watch.metric_definition import Definition, Kind
 
 NO_LABELS: Mapping[str, str] = MappingProxyType({})
 

@@ -12,7 +12,8 @@ import yaml
 from source_tree import ROOT
 from test_documents import anchors
 
-from serving.watch.definitions import DEFINITIONS, Kind
+from serving.watch.definitions import DEFINITIONS
+from serving.watch.metric_definition import Kind
 
 MONITORING = ROOT / "configs" / "monitoring"
 needs_promtool = pytest.mark.skipif(

@@ -271,7 +271,7 @@ SESSIONS = Board(
                 ),
                 Panel(
                     "Moved sessions",
-                    "Sessions per second that move to another replica: all, for load, from draining replicas, and by operators.",
+                    "Sessions per second that move to another replica: all, for load, drained, and by operators.",
                     "ops",
                     (
                         Query(rate("kedge_ownership_transfers_total", "@c"), "all"),

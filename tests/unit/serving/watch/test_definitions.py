@@ -9,7 +9,8 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.watch.definitions import CONSTANT_LABELS, DEFINITIONS, LABELS, Definition, Kind
+from serving.watch.definitions import CONSTANT_LABELS, DEFINITIONS, LABELS
+from serving.watch.metric_definition import Definition, Kind
 from tests.unit.serving.local_service import METRIC_LABELS, local_client
 
 ROOT = Path(__file__).parents[4]
