@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from controllers.records import LedgerEntry, SessionReport
 from serving.replica import reported_sessions
-from tests.unit.serving.replica_rig import Rig, call, running_rig
+from serving.wire.controller_calls import ControllerCalls
+from tests.unit.serving.replica_rig import Rig, call, local_controller, running_rig
 
 WAIT_S = 10.0
 
@@ -94,3 +95,33 @@ async def test_the_engine_is_asked_the_less_often_the_more_sessions_it_looks_at(
         await rig.host.heartbeat()
     assert asked == 1
     assert entry(rig, "s").size_bytes > 0
+
+
+async def test_each_shard_hears_of_its_own_sessions_only(tmp_path: Path) -> None:
+    """A shard would call sessions of another one stale, and the replica would drop them."""
+    controllers = []
+    for shard in range(2):
+        (tmp_path / f"shard-{shard}").mkdir()
+        controllers.append(local_controller(tmp_path / f"shard-{shard}"))
+    calls: Any = ControllerCalls(cast(Any, controllers))
+    async with running_rig(tmp_path, controller=calls) as rig:
+        names = [f"s{number}" for number in range(8)]
+        own = [[name for name in names if calls.shard_of(name) == shard] for shard in range(2)]
+        assert all(own)
+        await calls.register_replica(rig.host.status())
+        for name in names:
+            opened = await calls.open_session(name)
+            await rig.run(call([1, 2, 3], name), opened.epoch)
+        for shard, controller in enumerate(controllers):
+            await rig.host.heartbeat(shard)
+            entries = controller.cluster.sessions()
+            assert [each.session_id for each in entries] == own[shard]
+            assert all(each.reported_s is not None for each in entries)
+        assert len(rig.sessions) == len(names)
+        orphans = [each for each in await calls.measures() if "orphaned" in each.name]
+        assert not any(each.value for each in orphans)
+        await rig.host.close(own[1][0], 1)
+        for shard in range(2):
+            await rig.host.heartbeat(shard)
+        held = [controller.cluster._replicas.present()[0].held for controller in controllers]
+        assert held == [len(own[0]), len(own[1]) - 1]
