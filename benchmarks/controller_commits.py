@@ -135,12 +135,13 @@ async def through_ray(asked: dict[str, Any]) -> dict[str, float]:
     from controllers.records import ReplicaStatus
     from controllers.settings import ClusterSettings
     from serving.wire.controller_calls import ControllerCalls
+    from serving.wire.shard_calls import ShardCalls
 
     ray.init("local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
     actor = (
         ray.remote(ClusterController).options(num_cpus=0).remote(ClusterSettings(), log_of(asked), "cluster")
     )
-    calls = [ControllerCalls(lambda: actor, timeout_s=30.0) for _ in range(REPLICAS)]
+    calls = [ControllerCalls([ShardCalls(lambda: actor, timeout_s=30.0)]) for _ in range(REPLICAS)]
     await calls[0].register_replica(ReplicaStatus("a", 10**6, 10**6))
 
     async def open_session(name: str) -> None:

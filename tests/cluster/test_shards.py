@@ -31,9 +31,9 @@ def cluster(shared_cluster: ServedCluster) -> ServedCluster:
 
 
 @pytest.fixture
-def sessions(client: httpx.Client) -> Iterator[list[Conversation]]:
-    """Sessions of all shards, each with a turn."""
-    rng = random.Random(17)
+def sessions(client: httpx.Client, request: pytest.FixtureRequest) -> Iterator[list[Conversation]]:
+    """Sessions of all shards, each with a turn. What they say was in no test before: no KV of it is there."""
+    rng = random.Random(request.node.name)
     opened = [Conversation.open(client) for _ in range(12)]
     for session in opened:
         session.turn(random_tokens(rng, 20))
