@@ -413,7 +413,7 @@ def check_file(path: str) -> list[AppArgs]:
     in_files = [controller for controller in controllers if controller.redis_url is None]
     ingresses = [application.ingress for application in applications]
     own: dict[str, list[Any]] = {
-        "controller.name": [controller.name for controller in controllers],
+        "controller.name": [name for controller in controllers for name in controller.actor_names()],
         "controller.state_dir": [controller.state_dir for controller in in_files],
         "ingress.operator_port": [each.operator_port for each in ingresses if each.operator_port is not None],
     }

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from controllers.cluster_actor import get_or_create_controller
-from controllers.errors import SettingsRefused
+from controllers.errors import ControllerError, SettingsRefused
 from controllers.histogram import Measure
 from controllers.joined_answers import (
     cursors_of,
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 CONTROLLER_TIMEOUT_S = 15.0
 NAMESPACE = "kedge"
+STRAGGLER_S = 0.5
+"""How long the others of a question to all shards are waited for once the first has answered, if one answer will do."""
 
 T = TypeVar("T")
 
@@ -77,8 +80,9 @@ class ControllerCalls:
 
     async def drain_replica(self, replica_id: str) -> None:
         """If the first shard refuses, nothing changes. A replica that one shard makes drain tells the others itself."""
-        await self.shards[0].drain_replica(replica_id)
-        await self._all(lambda shard: shard.drain_replica(replica_id))
+        first, *others = self.shards
+        await first.drain_replica(replica_id)
+        await asyncio.gather(*(shard.drain_replica(replica_id) for shard in others))
 
     async def deregister_replica(self, replica_id: str) -> int:
         return sum(await self._all(lambda shard: shard.deregister_replica(replica_id)))
@@ -157,13 +161,20 @@ class ControllerCalls:
         return await self._of(session_id).session(session_id)
 
     async def replicas(self, all_heard: bool = False) -> list[ReplicaStatus]:
-        """The replicas that any shard that answers knows: they hear of the same ones. Raises only if none answers."""
-        asked = (shard.replicas(all_heard) for shard in self.shards)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        told = [answer for answer in answers if not isinstance(answer, BaseException)]
-        if not told:
-            _raise_first(answers)
-        return joined_replicas(told)
+        """The replicas that any shard knows: all hear of the same ones. Once one has answered, the others are waited for
+        no longer than STRAGGLER_S. Raises only if none answers."""
+        asked = [asyncio.ensure_future(shard.replicas(all_heard)) for shard in self.shards]
+        try:
+            for answer in asyncio.as_completed(asked):
+                with suppress(ControllerError):
+                    await answer
+                    await asyncio.wait(asked, timeout=STRAGGLER_S)
+                    break
+        finally:
+            for each in asked:
+                each.cancel()
+        told = [each for each in asked if each.done() and not each.cancelled() and each.exception() is None]
+        return joined_replicas([each.result() for each in told or asked[:1]])
 
     async def stats(self) -> dict[str, float]:
         return joined_stats(await self._all(lambda shard: shard.stats()))

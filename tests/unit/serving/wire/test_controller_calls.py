@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections import Counter
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from controllers.records import (
     TurnRecord,
 )
 from controllers.tokens import encode_tokens
+from serving.wire import controller_calls
 from serving.wire.controller_calls import ControllerCalls
 from tests.unit.serving.replica_rig import LocalController, local_controller
 
@@ -168,6 +170,17 @@ async def test_who_is_there_is_known_while_a_shard_does_not_answer(shards: Shard
     shards.each[1].failures["stats"] = [away]
     with pytest.raises(NoAnswer):  # figures of some of the sessions would be wrong
         await shards.calls.stats()
+
+
+async def test_a_shard_that_hangs_does_not_hide_who_is_there(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Front ends would not notice for 15 s that a replica came or went."""
+    monkeypatch.setattr(controller_calls, "STRAGGLER_S", 0.01)
+    shards.each[0].gate.clear()
+    async with asyncio.timeout(10.0):
+        assert len(await shards.calls.replicas()) == 2
+    assert shards.each[0].waiting == 0
 
 
 async def test_a_view_has_the_events_of_all_shards_once(shards: Shards) -> None:
