@@ -161,8 +161,8 @@ class ControllerCalls:
         return await self._of(session_id).session(session_id)
 
     async def replicas(self, all_heard: bool = False) -> list[ReplicaStatus]:
-        """The replicas that any shard knows: all hear of the same ones. Once one has answered, the others are waited for
-        no longer than STRAGGLER_S. Raises only if none answers."""
+        """The replicas that any shard knows: all hear of the same ones. Once one has answered, the others are waited
+        for no longer than STRAGGLER_S. Raises only if none answers."""
         asked = [asyncio.ensure_future(shard.replicas(all_heard)) for shard in self.shards]
         try:
             for answer in asyncio.as_completed(asked):
