@@ -6,14 +6,19 @@ Each shard has an actor, a ledger and a log of its own. Who calls a shard knows 
 from __future__ import annotations
 
 from dataclasses import replace
-from zlib import crc32
+from hashlib import blake2b
 
 from controllers.settings import ClusterSettings, Deployment
+
+_DIGEST_BYTES = 8
 
 
 def shard_of(key: str, num_shards: int) -> int:
     """The shard that has the session of this key. Never changes, since logs depend on it."""
-    return crc32(key.encode("utf-8", "surrogatepass")) % num_shards
+    if num_shards == 1:
+        return 0
+    digest = blake2b(key.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).digest()
+    return int.from_bytes(digest, "big") % num_shards
 
 
 def shard_name(name: str, shard: int) -> str:
