@@ -202,16 +202,18 @@ class RedisLog:
                 raise self.error(
                     f"it has layout {layout!r}; this version of Kedge reads layouts up to {LAYOUT.decode()}"
                 )
+            if self._settings.shards > 1:
+                self._redis.set(self._settings.common_prefix + "shards", self._settings.shards, nx=True)
             return int(number)
 
     def _check_shards(self) -> None:
         """Raises StoreError if a log of this name has another number of shards: sessions would not be found where they
         are."""
         num_shards, common = self._settings.shards, self._settings.common_prefix
-        if num_shards > 1 and not self._redis.exists(common + "layout"):
-            self._redis.set(common + "shards", num_shards, nx=True)
-        found = int(self._redis.get(common + "shards") or 1)
-        check_shards(found, num_shards, f"{self._settings.name} in Redis")
+        found = self._redis.get(common + "shards")
+        if found is None and not self._redis.exists(common + "layout"):
+            return
+        check_shards(int(found or 1), num_shards, f"{self._settings.name} in Redis")
 
     def _run(self, script: str, keys: Sequence[str], words: Sequence[Word]) -> Any:
         """Runs a script and returns its answer once enough replicas have what it wrote. The whole script is sent only

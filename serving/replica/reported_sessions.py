@@ -98,12 +98,13 @@ class ReportedSessions:
         if now_s < self._next_kv_look_s:
             return
         try:
-            asked = self._kv_asked or self._engine.session_kv_tokens()
+            asked = self._kv_asked = self._kv_asked or self._engine.session_kv_tokens()
         except EngineError:
             return
         waiting = asyncio.wrap_future(asked)
         done, _ = await asyncio.wait([waiting], timeout=KV_WAIT_S)
-        self._kv_asked = None if done else asked
+        if done and self._kv_asked is asked:
+            self._kv_asked = None
         if done and waiting.exception() is None:
             before, self._kv_tokens = self._kv_tokens, waiting.result()
             self._note(_differing(before, self._kv_tokens))

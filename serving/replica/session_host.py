@@ -33,6 +33,7 @@ from serving.replica.hand_over_pace import HandOverPace
 from serving.replica.reported_sessions import ReportedSessions
 from serving.replica.turn_request import history_chain
 from serving.wire.controller_calls import ControllerCalls
+from serving.wire.shard_calls import ShardCalls
 from serving.wire.turns import ForkedSession
 
 logger = logging.getLogger(__name__)
@@ -288,10 +289,13 @@ class SessionHost:
         """Tells the controller that this replica answers nothing any more, and its `fault`, if that is the reason. A
         ControllerError is only logged: without the farewell, the controller notices the silence."""
         self._left = True
+        await asyncio.gather(*(self._leave(shard, fault) for shard in self._controller.shards))
+
+    async def _leave(self, shard: ShardCalls, fault: str) -> None:
         try:
             if fault:
-                await self._controller.register_replica(replace(self.status(), fault=fault))
-            await self._controller.deregister_replica(self._replica_id)
+                await shard.register_replica(replace(self.status(), fault=fault))
+            await shard.deregister_replica(self._replica_id)
         except ControllerError as error:
             logger.warning("the controller was not told of the end: %s", error)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -75,17 +75,19 @@ class ControllerCalls:
         await self._all(lambda shard: shard.register_replica(status))
 
     async def report_unreachable(self, replica_id: str, died: bool) -> bool:
-        """True if the replica counts as gone at all shards."""
-        return all(await self._all(lambda shard: shard.report_unreachable(replica_id, died)))
+        """True if the replica counts as gone at a shard that answers soon. All shards are told."""
+        return any(await self._soon(lambda shard: shard.report_unreachable(replica_id, died)))
 
     async def drain_replica(self, replica_id: str) -> None:
-        """If the first shard refuses, nothing changes. A replica that one shard makes drain tells the others itself."""
+        """If the first shard refuses, nothing changes. If it does not, the replica drains, and its heartbeats tell the
+        others, whatever these answer now."""
         first, *others = self.shards
         await first.drain_replica(replica_id)
-        await asyncio.gather(*(shard.drain_replica(replica_id) for shard in others))
-
-    async def deregister_replica(self, replica_id: str) -> int:
-        return sum(await self._all(lambda shard: shard.deregister_replica(replica_id)))
+        for answer in await asyncio.gather(
+            *(shard.drain_replica(replica_id) for shard in others), return_exceptions=True
+        ):
+            if answer is not None:
+                logger.warning("replica %s drains; a shard was not told yet: %r", replica_id, answer)
 
     async def open_session(
         self,
@@ -161,20 +163,8 @@ class ControllerCalls:
         return await self._of(session_id).session(session_id)
 
     async def replicas(self, all_heard: bool = False) -> list[ReplicaStatus]:
-        """The replicas that any shard knows: all hear of the same ones. Once one has answered, the others are waited
-        for no longer than STRAGGLER_S. Raises only if none answers."""
-        asked = [asyncio.ensure_future(shard.replicas(all_heard)) for shard in self.shards]
-        try:
-            for answer in asyncio.as_completed(asked):
-                with suppress(ControllerError):
-                    await answer
-                    await asyncio.wait(asked, timeout=STRAGGLER_S)
-                    break
-        finally:
-            for each in asked:
-                each.cancel()
-        told = [each for each in asked if each.done() and not each.cancelled() and each.exception() is None]
-        return joined_replicas([each.result() for each in told or asked[:1]])
+        """The replicas that any shard knows that answers soon: all hear of the same ones."""
+        return joined_replicas(await self._soon(lambda shard: shard.replicas(all_heard)))
 
     async def stats(self) -> dict[str, float]:
         return joined_stats(await self._all(lambda shard: shard.stats()))
@@ -188,6 +178,22 @@ class ControllerCalls:
 
     def _of(self, key: str) -> ShardCalls:
         return self.shards[self.shard_of(key)]
+
+    async def _soon(self, ask: Callable[[ShardCalls], Coroutine[Any, Any, T]]) -> list[T]:
+        """All shards are asked. Once one has answered, the others are waited for no longer than STRAGGLER_S. Raises an
+        error only if none answers."""
+        asked = [asyncio.create_task(ask(shard)) for shard in self.shards]
+        try:
+            for answer in asyncio.as_completed(asked):
+                with suppress(ControllerError):
+                    await answer
+                    await asyncio.wait(asked, timeout=STRAGGLER_S)
+                    break
+        finally:
+            for each in asked:
+                each.cancel()
+        told = [each for each in asked if each.done() and not each.cancelled() and each.exception() is None]
+        return [each.result() for each in told or asked[:1]]
 
     async def _all(self, ask: Callable[[ShardCalls], Awaitable[T]]) -> list[T]:
         """The answers of all shards. Raises the first error once all have answered."""

@@ -12,7 +12,7 @@ from controllers.attended_clock import AttendedClock
 from controllers.cluster import Cluster
 from controllers.records import ReplicaStatus
 from controllers.replicas import ReplicaDirectory, ReplicaState
-from serving.replica.session_host import SessionHost
+from serving.replica.reported_sessions import ReportedSessions
 
 Patches = list[Any]
 
@@ -37,10 +37,10 @@ def _clock_steps_count() -> Patches:
 def _heartbeats_wait_for_the_engine() -> Patches:
     """A slow step looks like a death: a heartbeat waits for the engine, which answers only between two steps."""
 
-    async def look_at_kv(self: SessionHost) -> None:
+    async def look_at_kv(self: ReportedSessions) -> None:
         self._kv_tokens = await asyncio.wrap_future(self._engine.session_kv_tokens())
 
-    return [patch.object(SessionHost, "_look_at_kv", look_at_kv)]
+    return [patch.object(ReportedSessions, "_look_at_kv", look_at_kv)]
 
 
 def _suspects_stay_suspect() -> Patches:

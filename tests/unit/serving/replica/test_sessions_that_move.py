@@ -140,7 +140,7 @@ async def test_forks_stay_with_their_kv(crowd: Crowd) -> None:
     await crowd.say([5])
     assert (crowd.owner(), crowd.owner("child")) == (("b", 2), ("a", 1))
     for rig in crowd.rigs:
-        rig.host._crowded = False
+        rig.host._crowded = [False]
     child = await crowd.turn(replace(turn_of([9]), session=replace(turn_of([9]).session, session_id="child")))
     assert list(child.token_ids) == null_generate([*crowd.history[:at_fork], 9], 8, VOCAB_SIZE)
     assert child.cached_tokens in (at_fork, at_fork - 1)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from controllers.errors import InvalidFork, NoAnswer, SessionExists, SessionNotFound, StaleEpoch
+from controllers.errors import InvalidFork, NoAnswer, NoReplica, SessionExists, SessionNotFound, StaleEpoch
 from controllers.records import (
     Assignment,
     Checkpoint,
@@ -208,3 +208,24 @@ async def test_each_shard_hears_of_its_own_sessions(shards: Shards) -> None:
     assert all(entry.reported_s is not None for entry in await shards.calls.sessions())
     orphans = [each for each in await shards.calls.measures() if "orphaned" in each.name]
     assert not any(each.value for each in orphans)
+
+
+async def test_a_shard_that_hangs_does_not_hold_up_turns_that_lose_their_replica(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each turn that lost the replica used to wait for the shard's timeout before it was tried elsewhere."""
+    monkeypatch.setattr(controller_calls, "STRAGGLER_S", 0.01)
+    shards.each[1].gate.clear()
+    async with asyncio.timeout(10.0):
+        assert await shards.calls.report_unreachable("a", True)
+    assert [status.replica_id for status in await shards.calls.replicas()] == ["b"]
+
+
+async def test_a_drain_that_has_begun_is_not_reported_as_refused(shards: Shards) -> None:
+    """The first shard makes the replica drain, whatever another one answers."""
+    shards.each[1].failures["drain_replica"] = [NoReplica("none but this one is known yet")]
+    await shards.calls.drain_replica("a")
+    shards.each[0].failures["drain_replica"] = [NoReplica("there is no other")]
+    with pytest.raises(NoReplica):
+        await shards.calls.drain_replica("b")
+    assert shards.each[2].cluster.watch.view(None, 0).states["b"] == "up"
