@@ -39,6 +39,7 @@ CLIENTS = [
     Client("agents", "openai_chat", "stream", HeldChats()),
     Client("agents", "openai_responses", "whole", HeldResponses()),
     Client("agents", "openai_responses", "named", HeldResponses()),
+    Client("agents", "openai_responses", "session", HeldResponses()),
     Client("agents", "agents_sdk", "responses", HeldResponses()),
     Client("agents", "agents_sdk", "chat", HeldChats()),
     Client("agents", "anthropic_messages", "whole", HeldMessages()),
