@@ -157,11 +157,15 @@ class OwnershipLedger:
         return moved
 
     def committed(self, session_id: str, *, tokens: int, turns: int) -> LedgerEntry:
-        """Notes a committed turn: total tokens and turns of the session. Raises SessionNotFound."""
+        """Notes a committed turn, which is no longer in flight: total tokens and turns of the session. Raises
+        SessionNotFound."""
         entry = self.get(session_id)
         now_s = self._clock()
         return self._put(
-            replace(entry, last_used_s=now_s, used_since_report=True, tokens=tokens, turns=turns), entry
+            replace(
+                entry, last_used_s=now_s, used_since_report=True, tokens=tokens, turns=turns, in_turn=False
+            ),
+            entry,
         )
 
     def touch(self, session_id: str, used_s: float | None = None) -> LedgerEntry:
@@ -187,13 +191,13 @@ class OwnershipLedger:
             use.stale[session_id] = update.epoch
             return False
         use.stale.pop(session_id, None)
-        use.in_turn += update.in_turn - entry.in_turn
         use.held += entry.reported_s is None
         self._put(
             replace(
                 entry,
                 size_bytes=update.size_bytes,
-                in_turn=update.in_turn,
+                # The report may be older than the commit of the turn that it tells of.
+                in_turn=update.in_turn and update.turns >= entry.turns,
                 reported_s=self._attended(),
                 used_since_report=False,
                 last_used_s=max(entry.last_used_s, self._clock() - update.idle_s),
@@ -211,7 +215,6 @@ class OwnershipLedger:
             use.stale.pop(session_id, None)
             entry = self._find(session_id)
             if entry is not None and entry.replica_id == replica_id and entry.reported_s is not None:
-                use.in_turn -= entry.in_turn
                 use.held -= 1
                 self._put(replace(entry, reported_s=None, in_turn=False, size_bytes=0), entry)
 
@@ -354,6 +357,8 @@ class OwnershipLedger:
         self._by_tenant[entry.tenant].tokens += grown
         self._tokens += grown
         self._size_bytes += entry.size_bytes - before.size_bytes
+        if entry.in_turn != before.in_turn:
+            self._by_replica[entry.replica_id].in_turn += entry.in_turn - before.in_turn
         self._rows[entry.session_id] = _row(entry)
         if entry.last_used_s > before.last_used_s:
             self._recent.used(entry.session_id)

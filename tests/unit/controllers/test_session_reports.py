@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from manual_clock import ManualClock
 from session_book import make_chain
+from store_turns import commit_turn
 
 from controllers import session_reports
 from controllers.cluster import Cluster
@@ -197,6 +198,28 @@ def test_a_report_that_comes_late_or_twice_changes_nothing(world: World) -> None
         reply = world.cluster.heartbeat(world.a.status, late)
         assert not reply.wants_all
         assert world.told() == {"s": False}
+
+
+@pytest.mark.parametrize("order", ["report first", "commit first"])
+def test_a_turn_that_is_committed_is_not_in_flight(world: World, order: str) -> None:
+    """Reports are up to a second old. Who went on from a response at once was told that its session had a turn."""
+    world.open("s")
+    world.a.beat(world.cluster)
+    turn = world.a.book.begin_turn("s", 1)
+    assert isinstance(turn, Turn)
+    report = world.a.report()
+    record = world.a.book.prepare_commit(turn, [1, 2], [3], b"")
+    if order == "report first":
+        world.cluster.heartbeat(world.a.status, report)
+        assert world.told() == {"s": True}
+    commit_turn(world.cluster, record)
+    if order == "commit first":
+        world.cluster.heartbeat(world.a.status, report)
+    assert world.told() == {"s": False}
+    world.a.book.commit_turn(turn, record)
+    world.a.book.begin_turn("s", 1)
+    world.a.beat(world.cluster)
+    assert world.told() == {"s": True}
 
 
 def test_an_answer_confirms_only_what_its_report_had(world: World) -> None:
