@@ -238,18 +238,26 @@ class Cluster:
             self._openings.fork_of_copy(copy, order)
         return self._at_parent(copy.parent.replica_id, order, copy.parent.num_tokens)
 
-    def resolve(self, session_id: str, create: bool, tenant: str, preferred: str | None = None) -> Assignment:
+    def resolve(
+        self,
+        session_id: str,
+        create: bool,
+        tenant: str,
+        preferred: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Assignment:
         """The session's owner. A session whose owner is gone, or that another cluster owns, first moves, at the next
         epoch. A draining owner hands its sessions over itself, since it alone knows of turns in flight.
 
-        Raises SessionNotFound if the tenant has no such session (unless `create`), and NoReplica.
+        Raises SessionNotFound if the tenant has no such session, and NoReplica. With `create` such a session is opened,
+        with the idle timeout `timeout_s` (None: the default); that raises what `open_session` raises.
         """
         key = session_key(tenant, session_id)
         try:
-            return self._resolve(key, create, tenant, preferred)
+            return self._resolve(key, create, tenant, preferred, timeout_s)
         except (SessionTakenOver, StaleEpoch):
             # Another cluster took it, or the answer to a takeover was lost. It left the ledger: the retry claims it.
-            return self._resolve(key, create, tenant, preferred)
+            return self._resolve(key, create, tenant, preferred, timeout_s)
 
     def load_session(self, session_id: str, epoch: int, replica_id: str) -> SessionRecord:
         """The session with its committed history. The owner calls this. Raises SessionNotFound, StaleEpoch."""
@@ -372,14 +380,16 @@ class Cluster:
         queued = Measure("controller_commits_queued", float(commits_queued))
         return [*measures(self._ledger, self._replicas, self._stats), queued]
 
-    def _resolve(self, session_id: str, create: bool, tenant: str, preferred: str | None) -> Assignment:
+    def _resolve(
+        self, session_id: str, create: bool, tenant: str, preferred: str | None, timeout_s: float | None
+    ) -> Assignment:
         claimed = self._claims.claimable(session_id)
         if claimed:
             entry = self._claims.claim(session_id, self._place())
             self._replicas.assign_tokens(entry.replica_id, entry.tokens + self._settings.placement_tokens)
         elif session_id not in self._ledger and create:
             open_key = secrets.token_urlsafe(_OPEN_KEY_BYTES)
-            return self.open_session(session_id, tenant, None, None, open_key, preferred)
+            return self.open_session(session_id, tenant, timeout_s, None, open_key, preferred)
         entry = self._ledger.get(session_id)
         with self._claims.changing(session_id):
             if moves := self._must_move(entry):

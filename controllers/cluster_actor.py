@@ -141,9 +141,14 @@ class ClusterController:
         return self._cluster.open_fork(copy, order)
 
     async def resolve(
-        self, session_id: str, create: bool = False, tenant: str = "", preferred: str | None = None
+        self,
+        session_id: str,
+        create: bool = False,
+        tenant: str = "",
+        preferred: str | None = None,
+        timeout_s: float | None = None,
     ) -> Assignment:
-        return self._cluster.resolve(session_id, create, tenant, preferred)
+        return self._cluster.resolve(session_id, create, tenant, preferred, timeout_s)
 
     async def load_session(self, session_id: str, epoch: int, replica_id: str) -> SessionRecord:
         return self._cluster.load_session(session_id, epoch, replica_id)

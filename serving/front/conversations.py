@@ -1,5 +1,9 @@
 """How whole conversations are recognized, and which replicas have them. A front end remembers its own turns only.
 
+A conversation without a name can be kept in the session log (the setting sessions.unnamed.durable). From its second
+turn on it is then a session, whose id is a hash of everything up to the second question. So all front ends find it
+without an index. If two conversations have the same beginning, the session follows the one that speaks.
+
 A wrong or missing entry costs computation but never changes an answer: a replica compares what it has with what it is
 sent.
 
@@ -18,15 +22,19 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from controllers.session_keys import session_key
 from serving.text.system_messages import head_len
-from serving.wire.turns import ChatPrompt, Said, TextPrompt, TokenPrompt, TurnCall
+from serving.wire.turns import ChatPrompt, Said, SessionTurn, TextPrompt, TokenPrompt, TurnCall
 
 DIGEST_BYTES = 16
 MOST_SAID = 256
-"""How many of a conversation's newest places are kept, beside its first two. Calls that go back further begin anew."""
+"""How many of a conversation's newest places are kept, beside the first three. Calls that go back further begin
+anew."""
 TEXT_PIECE_BYTES = 512
 TOKEN_PIECE_BYTES = 128 * 8
 """A prompt without messages has a place after every so many bytes."""
+_DURABLE = "unnamed-"
+"""How ids of sessions begin that are conversations without a name."""
 ASSISTANT = "assistant"
 
 
@@ -53,13 +61,22 @@ class _Holder:
 
 class Conversations:
     """Which replica has which place, for the `capacity` places used last. `unnamed`: conversations without a session
-    are recognized, too. `shared`: other front ends get turns of the same conversations. Used on the front end's event
-    loop only."""
+    are recognized, too. `shared`: other front ends get turns of the same conversations. `durable_timeout_s`:
+    conversations without a session are kept in the session log, with this idle timeout (None: they are not). Used on
+    the front end's event loop only."""
 
-    def __init__(self, capacity: int, *, unnamed: bool = True, shared: bool = False) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        unnamed: bool = True,
+        shared: bool = False,
+        durable_timeout_s: float | None = None,
+    ) -> None:
         self._capacity = capacity
         self._unnamed = unnamed
         self._shared = shared
+        self._durable_timeout_s = durable_timeout_s
         self._places: OrderedDict[bytes, _Holder] = OrderedDict()
         self._holders: dict[str, _Holder] = {}
 
@@ -72,7 +89,8 @@ class Conversations:
         wanted = self._unnamed if session is None else session.mode != "append"
         if not wanted or not isinstance(call.prompt, ChatPrompt) or not call.may_go_on:
             return call
-        return replace(call, prompt=replace(call.prompt, said=said_in(call.prompt, call.tenant)))
+        call = replace(call, prompt=replace(call.prompt, said=said_in(call.prompt, call.tenant)))
+        return call if self._durable_timeout_s is None else _in_session(call, self._durable_timeout_s)
 
     def affinity(self, call: TurnCall) -> Affinity:
         """Where a call without a session finds most of its conversation."""
@@ -141,7 +159,22 @@ def said_in(prompt: ChatPrompt, tenant: str) -> tuple[Said, ...]:
             places.append(Said(count, spoken.digest()))
         spoken.update(_canonical(message))
     places.append(Said(len(messages), spoken.digest()))
-    return (*places[:2], *places[2:][-MOST_SAID:])
+    return (*places[:3], *places[3:][-MOST_SAID:])
+
+
+def _in_session(call: TurnCall, timeout_s: float) -> TurnCall:
+    """The call in a session that is kept in the log, if it is the second or a later turn of a conversation without a
+    session. Most have only one turn."""
+    prompt = call.prompt
+    assert isinstance(prompt, ChatPrompt)
+    said = _said_behind_head(prompt)
+    scores_input = call.logprobs is not None and call.logprobs.input_start is not None
+    if call.session is not None or len(said) < 2 or scores_input:
+        return call
+    session_id = session_key(call.tenant, f"{_DURABLE}{said[1].digest.hex()}")
+    return replace(
+        call, session=SessionTurn(session_id, mode="full", timeout_s=timeout_s, fallback="unnamed")
+    )
 
 
 def _home_of(call: TurnCall) -> bytes | None:

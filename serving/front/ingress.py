@@ -256,8 +256,13 @@ async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> IngressPla
 
 
 def _conversations(args: AppArgs) -> Conversations:
-    unnamed = args.sessions.unnamed.enabled
-    return Conversations(CACHED_CONVERSATIONS, unnamed=unnamed, shared=args.ingress.count > 1)
+    unnamed = args.sessions.unnamed
+    return Conversations(
+        CACHED_CONVERSATIONS,
+        unnamed=unnamed.enabled,
+        shared=args.ingress.count > 1,
+        durable_timeout_s=unnamed.idle_timeout_s if unnamed.durable else None,
+    )
 
 
 def _forgets(owners: OwnershipCache, conversations: Conversations) -> Callable[[str], None]:

@@ -16,7 +16,17 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from controllers.errors import ControllerError, NoAnswer, NoReplica, StoreError
+from controllers.errors import (
+    CapacityExceeded,
+    ControllerError,
+    ModelChanged,
+    NoAnswer,
+    NoReplica,
+    Overloaded,
+    SessionIsTree,
+    StoreError,
+    ToolsDiffer,
+)
 from controllers.records import COUNTED_KEY, TREE_KEY
 from controllers.session_keys import tenant_in
 from serving.front.conversations import NOWHERE, Conversations
@@ -30,7 +40,9 @@ from serving.watch.metrics import FailoverCause, IngressMetrics
 from serving.wire.calls import Abort, AnyCall
 from serving.wire.controller_calls import ControllerCalls
 from serving.wire.errors import (
+    HISTORY_DIFFERS,
     REPLICA_LOST,
+    SESSION_CLOSING,
     SESSION_MOVED,
     SESSION_NOT_FOUND,
     STALE_EPOCH,
@@ -59,6 +71,20 @@ LET_GO = frozenset({STALE_EPOCH, SESSION_MOVED, SESSION_NOT_FOUND})
 LOG_AWAY = frozenset({StoreError.code, NoAnswer.code})
 """Nothing was begun, or it is not known whether it was: a call that can be repeated is retried until this is known."""
 RETRIED_AFTER_FAILURE = frozenset({TURN_IN_FLIGHT, SESSION_NOT_FOUND})
+REFUSED_BY_SESSION = frozenset(
+    {
+        TURN_IN_FLIGHT,
+        SESSION_NOT_FOUND,
+        SESSION_CLOSING,
+        Overloaded.code,  # also of a tenant that may have no more sessions
+        SessionIsTree.code,
+        CapacityExceeded.code,
+        ToolsDiffer.code,
+        ModelChanged.code,
+        HISTORY_DIFFERS,
+    }
+)
+"""Errors of a turn that its session does not take, and that may run without it."""
 CLIENTS_FAULTS = frozenset({400, 413})
 
 
@@ -107,7 +133,7 @@ class TurnDispatcher:
             self._turns.add(turn)
             try:
                 async with AsyncExitStack() as stack:
-                    attempt = await self._start(turn, turn.call, stack)
+                    attempt = await self._begin(turn, stack)
                     async with aclosing(self._events(turn, attempt, stack)) as events:
                         yield events
             finally:
@@ -185,19 +211,40 @@ class TurnDispatcher:
             except StoreError as error:
                 await self._pause(deadline_s, error_info(error))
 
-    async def owner_of(self, key: str, *, create: bool = False, preferred: str | None = None) -> Owner:
+    async def owner_of(
+        self,
+        key: str,
+        *,
+        create: bool = False,
+        preferred: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Owner:
         """The session's owner, from the cache or the controller. A new session goes to the `preferred` replica if its
-        load allows it. Raises ControllerError."""
+        load allows it, and has this idle timeout. Raises ControllerError."""
         owner = self._owners.get(key)
         if owner is None:
             self._metrics.looked_up()
-            assignment = await self._controller.resolve(key, create, tenant_in(key), preferred)
+            assignment = await self._controller.resolve(key, create, tenant_in(key), preferred, timeout_s)
             owner = Owner(assignment.replica_id, assignment.epoch, assignment.open_key)
             self._owners.put(key, owner)
         return owner
 
     def forget(self, key: str) -> None:
         self._owners.forget(key)
+
+    async def _begin(self, turn: DispatchedTurn, stack: AsyncExitStack) -> Attempt | None:
+        """The turn's first attempt, as in `_start`. A turn that its session does not take runs without the session, if
+        that is its fallback."""
+        call = turn.call
+        try:
+            return await self._start(turn, call, stack)
+        except ServiceError as error:
+            session = call.session
+            if session is None or session.fallback != "unnamed" or error.info.code not in REFUSED_BY_SESSION:
+                raise
+        turn.call = replace(call, session=None)
+        turn.facts.session_id = ""
+        return await self._start(turn, turn.call, stack)
 
     async def _start(self, turn: DispatchedTurn, call: TurnCall, stack: AsyncExitStack) -> Attempt | None:
         """The attempt at the first replica that answers `call`; None if the turn was aborted before that. Raises
@@ -276,15 +323,27 @@ class TurnDispatcher:
         if session is None:
             return None
         preferred = self._conversations.holder(call)
-        return await self._find(session.session_id, deadline_s, create=session.create, preferred=preferred)
+        return await self._find(
+            session.session_id,
+            deadline_s,
+            create=session.create,
+            preferred=preferred,
+            timeout_s=session.timeout_s,
+        )
 
     async def _find(
-        self, key: str, deadline_s: float, *, create: bool, preferred: str | None = None
+        self,
+        key: str,
+        deadline_s: float,
+        *,
+        create: bool,
+        preferred: str | None = None,
+        timeout_s: float | None = None,
     ) -> Owner:
         """The session's owner. Waits while no replica can take it or the session log does not answer."""
         while True:
             try:
-                return await self.owner_of(key, create=create, preferred=preferred)
+                return await self.owner_of(key, create=create, preferred=preferred, timeout_s=timeout_s)
             except (NoReplica, StoreError) as error:
                 await self._pause(deadline_s, error_info(error))
             except ControllerError as error:

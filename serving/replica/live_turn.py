@@ -213,4 +213,4 @@ def _conversation_kind(call: TurnCall) -> str | None:
     prompt, session = call.prompt, call.session
     if not isinstance(prompt, ChatPrompt) or not prompt.said:
         return None
-    return "unnamed" if session is None else "named"
+    return "unnamed" if session is None or session.fallback == "unnamed" else "named"

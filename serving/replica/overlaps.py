@@ -6,9 +6,18 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from serving.wire.turns import SessionTurn
+
 OVERLAP_PATIENCE_S = 1.0
 """How long a turn waits to hear that the client of the turn before it has left. That news and the new turn travel
 separately, so either may arrive first."""
+SHORT_PATIENCE_S = 0.1
+"""The same for a turn that can run without its session: if the news is late, its KV may have to be computed again."""
+
+
+def patience_s(session: SessionTurn) -> float:
+    """How long the turn waits for the end of another one."""
+    return SHORT_PATIENCE_S if session.fallback else OVERLAP_PATIENCE_S
 
 
 class Overlaps:

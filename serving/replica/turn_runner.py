@@ -32,7 +32,7 @@ from engine.api import Engine, EngineError, EngineStopped, Finish, FinishReason,
 from serving.background import BackgroundTasks
 from serving.replica.live_turn import NOTHING, Asker, EventMaker, LiveTurn, said_by
 from serving.replica.mailbox import Mailbox
-from serving.replica.overlaps import OVERLAP_PATIENCE_S, Overlaps
+from serving.replica.overlaps import Overlaps, patience_s
 from serving.replica.prompt_places import PlacedPrompt
 from serving.replica.replay import decode_result, encode_result
 from serving.replica.session_host import SessionHost
@@ -255,9 +255,9 @@ class TurnRunner:
         self, call: TurnCall, session: SessionTurn, epoch: int, key: str | None, digest: str
     ) -> Turn | Replay:
         """Begins the session's turn. Raises TurnInFlight if a turn is in flight and its client does not leave within
-        OVERLAP_PATIENCE_S, or if a fork takes longer than that."""
+        `patience_s`, or if a fork takes longer than that."""
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + OVERLAP_PATIENCE_S
+        until_s = loop.time() + patience_s(session)
         tools = await self._builder.tools(call)
         while True:
             await self._ended(session.session_id, key)

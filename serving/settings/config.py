@@ -149,10 +149,19 @@ class IngressArgs(StrictModel):
 
 class UnnamedSessionArgs(StrictModel):
     """Conversations whose clients name no session and send all of it each time. They are recognized, and their KV is
-    kept until nobody has gone on with them for `idle_timeout_s`, or others need the room."""
+    kept until nobody has gone on with them for `idle_timeout_s`, or others need the room. With `durable` they are kept
+    in the session log from their second turn on. So they outlive their replica, and move as other sessions do."""
 
     enabled: bool = True
     idle_timeout_s: Seconds = 600.0
+    durable: bool = False
+
+    @field_validator("durable")
+    @classmethod
+    def _only_if_recognized(cls, durable: bool, info: ValidationInfo) -> bool:
+        if durable and not info.data.get("enabled", True):
+            raise ValueError("needs enabled: true, since only conversations that are recognized are kept")
+        return durable
 
 
 class ApiArgs(StrictModel):
@@ -174,6 +183,18 @@ class SessionArgs(StrictModel):
     max_timeout_s: Annotated[Seconds, Field(validate_default=True)] = 7 * 24 * 3600.0
     sweep_interval_s: Seconds = 1.0
     unnamed: UnnamedSessionArgs = UnnamedSessionArgs()
+
+    @field_validator("unnamed")
+    @classmethod
+    def _kept_as_long_as_sessions_may_be(
+        cls, unnamed: UnnamedSessionArgs, info: ValidationInfo
+    ) -> UnnamedSessionArgs:
+        longest_s = info.data.get("max_timeout_s", unnamed.idle_timeout_s)
+        if unnamed.durable and unnamed.idle_timeout_s > longest_s:
+            raise ValueError(
+                f"idle_timeout_s: with durable, no more than max_timeout_s, which is {longest_s:g}"
+            )
+        return unnamed
 
     @field_validator("max_timeout_s")
     @classmethod

@@ -113,10 +113,17 @@ class ControllerCalls:
         return await child.open_fork(copy, order)
 
     async def resolve(
-        self, session_id: str, create: bool = False, tenant: str = "", preferred: str | None = None
+        self,
+        session_id: str,
+        create: bool = False,
+        tenant: str = "",
+        preferred: str | None = None,
+        timeout_s: float | None = None,
     ) -> Assignment:
         key = session_key(tenant, session_id)
-        return await self._of(key).resolve(key, create, tenant, preferred)
+        if timeout_s is None:  # which controllers before this version do not know
+            return await self._of(key).resolve(key, create, tenant, preferred)
+        return await self._of(key).resolve(key, create, tenant, preferred, timeout_s)
 
     async def load_session(self, session_id: str, epoch: int, replica_id: str) -> SessionRecord:
         return await self._of(session_id).load_session(session_id, epoch, replica_id)

@@ -47,6 +47,7 @@ STATUS_BY_CODE = MappingProxyType(
 STALE_EPOCH = "stale_epoch"
 SESSION_MOVED = "session_moved"
 SESSION_NOT_FOUND = "session_not_found"
+HISTORY_DIFFERS = "history_differs"
 SESSION_CLOSING = "session_closing"
 TURN_IN_FLIGHT = "turn_in_flight"
 TURN_DIFFERS = "turn_differs"

@@ -87,6 +87,9 @@ class OutputConstraint(msgspec.Struct, frozen=True):
     source: str
 
 
+Fallback = Literal["elsewhere", "unnamed"]
+
+
 class SessionTurn(msgspec.Struct, frozen=True):
     """The session a call belongs to. `rewind_to` first cuts the committed history to that many tokens.
 
@@ -94,7 +97,11 @@ class SessionTurn(msgspec.Struct, frozen=True):
     the client has sent this turn before (None: it does not count). `open_key` means the session that was opened with
     this key, and no later one of the same name (None: any). `expected_turn` is the number that the turn must have
     (None: any). `mode` says what chat messages are. `note` belongs to the protocol and is kept with the turn in the
-    log.
+    log. `timeout_s` is the idle timeout of a session that the turn opens (None: the default).
+
+    `fallback` says what happens if the session does not take the turn. "elsewhere": the caller runs it in another
+    session. "unnamed": the dispatcher runs it without a session. In both cases the turn does not wait long for another
+    one to end.
     """
 
     session_id: str
@@ -106,6 +113,8 @@ class SessionTurn(msgspec.Struct, frozen=True):
     expected_turn: int | None = None
     mode: HistoryMode = "append"
     note: bytes = b""
+    timeout_s: float | None = None
+    fallback: Fallback | None = None
 
 
 class TextLogprob(msgspec.Struct, frozen=True):

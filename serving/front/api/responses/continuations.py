@@ -94,6 +94,7 @@ class Continued:
             expected_turn=self.next_turn,
             mode="full",
             note=StoredResponse.note(head, before, items, body, repeats=self.num_repeated > 0),
+            fallback="elsewhere" if self.needs_its_place else None,
         )
 
 
@@ -192,7 +193,7 @@ async def _behind(
     if not body.is_stored or _beginning(previous.body, service.model) != _beginning(body, service.model):
         return anew
     session = await service.session(previous.session_id, tenant=tenant)
-    if session is None or session.in_turn:
+    if session is None:
         return anew
     here = dataclasses.replace(anew, end_len=turns[at].end_len)
     if at == len(turns) - 1 and not turns[at].is_cut:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from serving.front.api.responses.history import template_messages
 from serving.front.http import create_http_app
-from serving.wire.turns import ChatPrompt, SamplingDefaults, TurnFinish
+from serving.wire.turns import ChatPrompt, SamplingDefaults, SessionInfo, TurnFinish
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.front.test_tool_answers import TellingService
 from tests.unit.serving.local_service import (
@@ -145,6 +145,24 @@ async def test_two_go_on_from_the_same_one(served: Served) -> None:
     )
     for number, response in enumerate(at_once):
         assert response.output_text == expected([*begun, user(str(number))])
+
+
+async def test_the_owner_knows_whether_a_session_has_a_turn(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger may say for a second that a turn is in flight that has been committed or aborted. What followed such a
+    response used to be computed again, in a session of its own."""
+    session = served.service.session
+
+    async def told_before(session_id: str, *, tenant: str) -> SessionInfo | None:
+        found = await session(session_id, tenant=tenant)
+        return None if found is None else replace(found, in_turn=True)
+
+    monkeypatch.setattr(served.service, "session", told_before)
+    first = await served.ask("one")
+    second = await served.ask("two", previous_response_id=first.id)
+    assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
+    assert len(served.service.cluster.sessions()) == 1
 
 
 async def test_other_instructions_or_tools_are_taken_with_all_that_was_said(served: Served) -> None:

@@ -55,9 +55,9 @@ class Controller:
         self.epoch = 0
         self.lost: list[str] = []
 
-    async def resolve(self, session_id: str, create: bool, tenant: str, preferred: str | None) -> Assignment:
+    async def resolve(self, session_id: str, create: bool, tenant: str, *wishes: Any) -> Assignment:
         assert not create
-        assert preferred is None
+        assert wishes == (None, None)
         if self.failures:
             raise self.failures.pop(0)
         self.epoch += 1
@@ -132,9 +132,9 @@ class OneOwner(Controller):
         super().__init__()
         self.reports = 0
 
-    async def resolve(self, session_id: str, create: bool, tenant: str, preferred: str | None) -> Assignment:
+    async def resolve(self, session_id: str, create: bool, tenant: str, *wishes: Any) -> Assignment:
         self.epoch = len(self.lost)
-        return await super().resolve(session_id, create, tenant, preferred)
+        return await super().resolve(session_id, create, tenant, *wishes)
 
     async def report_unreachable(self, replica_id: str, died: bool) -> bool:
         self.reports += 1

@@ -240,6 +240,23 @@ def test_draft_needs_a_model(speculation: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("sessions", "reason"),
+    [
+        ({"unnamed": {"enabled": False, "durable": True}}, r"unnamed\.durable: .*needs enabled: true"),
+        (
+            {"max_timeout_s": 3600, "unnamed": {"idle_timeout_s": 3601, "durable": True}},
+            "unnamed: .*idle_timeout_s: .*no more than max_timeout_s, which is 3600",
+        ),
+    ],
+)
+def test_conversations_that_cannot_be_durable(sessions: dict[str, object], reason: str) -> None:
+    with pytest.raises(SettingsError, match=rf"args\.sessions\.{reason}"):
+        parse_args({"model": MODEL, "sessions": sessions})
+    kept = {"max_timeout_s": 3600, "unnamed": {"idle_timeout_s": 3600, "durable": True}}
+    assert parse_args({"model": MODEL, "sessions": kept}).sessions.unnamed.durable
+
+
+@pytest.mark.parametrize(
     ("args", "reason"),
     [
         ({"cache": {"kv_dtype": "fp8"}, "execution": {"attention": "torch"}}, "'torch' has no fp8"),

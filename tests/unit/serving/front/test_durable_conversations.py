@@ -1,0 +1,120 @@
+"""Conversations without a name that are kept in the session log: their sessions, and turns that these do not take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from controllers.errors import Overloaded
+from engine.api import LogprobParams, SamplingParams
+from serving.front.conversations import Conversations
+from serving.wire.turns import ChatPrompt, Fallback, OutputConstraint, ServiceError, SessionTurn, TurnCall
+from tests.unit.serving.failover_rig import running_failover
+from tests.unit.serving.replica_rig import call
+
+TIMEOUT_S = 77.0
+RULES = {"role": "system", "content": "Be short."}
+TOOL = {"type": "function", "function": {"name": "look"}}
+
+
+def asked(*texts: str, rules: bool = True, tenant: str = "", **fields: Any) -> TurnCall:
+    """A turn of a conversation. After the rules, `texts` are questions and answers alternately."""
+    roles = ("user", "assistant")
+    said = [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
+    prompt = ChatPrompt((RULES, *said) if rules else tuple(said), tools=(TOOL,))
+    return TurnCall("r", prompt, SamplingParams(), tenant=tenant, **fields)
+
+
+def durable(*texts: str, **fields: Any) -> SessionTurn | None:
+    """The session in which a front end of its own runs such a turn."""
+    return Conversations(100, durable_timeout_s=TIMEOUT_S).recognized(asked(*texts, **fields)).session
+
+
+@pytest.mark.parametrize("rules", [True, False])
+def test_from_its_second_turn_on_a_conversation_has_one_session(rules: bool) -> None:
+    assert durable("one", rules=rules) is None, "most have no second turn"
+    second = durable("one", "answer", "two", rules=rules)
+    assert second is not None
+    assert (second.mode, second.create, second.timeout_s, second.fallback) == (
+        "full",
+        True,
+        TIMEOUT_S,
+        "unnamed",
+    )
+    later = [str(number) for number in range(2002)]
+    for more in (["b", "three"], ["b", *later]):
+        assert durable("one", "answer", "two", *more, rules=rules) == second
+    for other in (("one", "answer", "2"), ("one", "another", "two"), ("1", "answer", "two")):
+        assert durable(*other, rules=rules) not in (None, second)
+
+
+def test_each_tenant_has_sessions_of_its_own() -> None:
+    mine, others = durable("one", "answer", "two", tenant="t"), durable("one", "answer", "two", tenant="u")
+    assert mine is not None
+    assert others is not None
+    assert mine.session_id.startswith("t ")
+    assert mine.session_id[1:] != others.session_id[1:]
+
+
+def test_what_is_kept_elsewhere_or_nowhere() -> None:
+    named = SessionTurn("s", mode="full")
+    assert durable("one", "answer", "two", session=named) == named
+    assert durable("one", "answer", "two", logprobs=LogprobParams(output=True, input_start=0)) is None
+    assert durable("one", "answer", "two", cache_salt="salt") is None
+    unkept = Conversations(100).recognized(asked("one", "answer", "two"))
+    assert unkept.session is None
+
+
+def in_session(fallback: Fallback | None, text: int = 5) -> TurnCall:
+    turn = call([text, 6, 7], "s", max_new_tokens=30, request_id=f"r{text}")
+    assert turn.session is not None
+    return replace(turn, session=replace(turn.session, fallback=fallback))
+
+
+@pytest.mark.parametrize("fallback", [None, "elsewhere", "unnamed"])
+async def test_while_its_session_has_another_turn(tmp_path: Path, fallback: Fallback | None) -> None:
+    async with running_failover(tmp_path) as served:
+        served.open_session("s")
+        first = served.events(in_session(None))
+        await anext(first)
+        if fallback == "unnamed":
+            second = await served.turn(in_session(fallback, 8))
+            assert second.finish is not None
+            assert (second.turn_index, second.prompt_tokens) == (None, 3)
+        else:
+            with pytest.raises(ServiceError) as caught:
+                await served.turn(in_session(fallback, 8))
+            assert caught.value.info.code == "turn_in_flight"
+        rest = [event async for event in first]
+        assert rest[-1].finish is not None
+        assert served.committed("s")[0] == 1
+        await served.settled()
+
+
+async def test_where_no_more_sessions_may_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: Any) -> None:
+        raise Overloaded("no more sessions", retry_after_s=1.0)
+
+    async with running_failover(tmp_path) as served:
+        served.open_session("other")
+        monkeypatch.setattr(served.controller, "resolve", refuse)
+        answer = await served.turn(in_session("unnamed"))
+        assert (answer.turn_index, answer.completion_tokens) == (None, 30)
+        with pytest.raises(ServiceError) as caught:
+            await served.turn(in_session(None))
+        assert caught.value.info.code == "overloaded"
+        await served.settled()
+
+
+async def test_what_is_wrong_with_the_call_itself_is_the_clients(tmp_path: Path) -> None:
+    async with running_failover(tmp_path) as served:
+        served.open_session("s")
+        wrong = replace(in_session("unnamed"), constraint=OutputConstraint("regex", "("))
+        with pytest.raises(ServiceError) as caught:
+            await served.turn(wrong)
+        assert caught.value.info.code == "invalid_request"
+        assert [asked.session is None for _, asked in served.replicas.calls] == [False]
+        await served.settled()
