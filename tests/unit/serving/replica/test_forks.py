@@ -14,7 +14,7 @@ from controllers.errors import SessionExists, StoreError, TurnInFlight
 from controllers.records import ForkOrder, ReplicaStatus
 from controllers.tokens import unpack_tokens
 from engine.api import EngineError
-from serving.replica import turn_runner
+from serving.replica import overlaps
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.local_service import local_client
 from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, call, tokens_of
@@ -99,7 +99,7 @@ async def test_a_fork_during_a_turn_is_refused_and_a_turn_waits_for_a_fork(
     forking = asyncio.create_task(rig.host.fork("p", 1, ForkOrder("c", "k")))
     await rig.in_turn("p")
     with monkeypatch.context() as patch:
-        patch.setattr(turn_runner, "OVERLAP_PATIENCE_S", 0.05)
+        patch.setattr(overlaps, "OVERLAP_PATIENCE_S", 0.05)
         refused = (await rig.run(call([2], "p"), 1))[-1].error
     assert refused is not None
     assert (refused.status, refused.code) == (409, "turn_in_flight"), "the log does not answer"

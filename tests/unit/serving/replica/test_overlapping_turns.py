@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from serving.replica import turn_runner
+from serving.replica import overlaps
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.replica_rig import VOCAB_SIZE, Rig, call, running_rig, tokens_of
 
@@ -47,7 +48,7 @@ async def test_the_next_turn_waits_for_the_end_of_one_whose_client_leaves(rig: R
 
 async def test_it_waits_also_for_a_long_step(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The turn before ends with the engine's step. The next one used to be told of it only then: too late."""
-    monkeypatch.setattr(turn_runner, "OVERLAP_PATIENCE_S", 0.1)
+    monkeypatch.setattr(overlaps, "OVERLAP_PATIENCE_S", 0.1)
     former, following = await in_flight(rig)
     former.cancel()
     await asyncio.wait([following], timeout=0.3)
@@ -58,13 +59,31 @@ async def test_it_waits_also_for_a_long_step(rig: Rig, monkeypatch: pytest.Monke
 
 
 async def test_a_turn_beside_one_that_is_read_is_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turn_runner, "OVERLAP_PATIENCE_S", 0.1)
+    monkeypatch.setattr(overlaps, "OVERLAP_PATIENCE_S", 0.1)
     former, following = await in_flight(rig)
     error = (await following)[-1].error
     assert error is not None
     assert error.code == "turn_in_flight"
     rig.runner.go_on()
     assert tokens_of(await former) == null_generate(FIRST, 20, VOCAB_SIZE)
+
+
+async def test_a_turn_that_can_run_elsewhere_is_refused_soon(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overlaps, "OVERLAP_PATIENCE_S", 600.0)
+    former, patient = await in_flight(rig)
+    asked = call([4], "s")
+    assert asked.session is not None
+    asked = replace(asked, session=replace(asked.session, fallback="elsewhere"))
+    async with asyncio.timeout(30):
+        error = (await rig.run(asked, 1))[-1].error
+    assert error is not None
+    assert error.code == "turn_in_flight"
+    assert not patient.done()
+    former.cancel()
+    rig.runner.go_on()
+    await patient
 
 
 async def test_it_is_refused_also_if_that_one_is_answered_meanwhile(rig: Rig) -> None:

@@ -14,7 +14,7 @@ from controllers.attended_clock import LATE_AFTER_S
 from controllers.errors import StaleEpoch, StoreError
 from controllers.records import ForkOrder, ReplicaStatus
 from serving.front.ownership_cache import Owner
-from serving.replica import session_host, turn_runner
+from serving.replica import overlaps, session_host
 from serving.wire.turns import TurnCall, TurnEvent
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.failover_rig import Failover, failovers, running_failover
@@ -157,7 +157,7 @@ async def test_a_rewind_moves_too(crowd: Crowd) -> None:
 async def test_while_it_is_offered_no_other_turn_begins(
     crowd: Crowd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turn_runner, "OVERLAP_PATIENCE_S", 0.0)  # shorter than an offer may take
+    monkeypatch.setattr(overlaps, "OVERLAP_PATIENCE_S", 0.0)  # shorter than an offer may take
     await crowd.crowd()
     crowd.controller.gate.clear()
     moving = asyncio.create_task(crowd.say([5]))
