@@ -10,6 +10,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from serving.front.api import admin, console, tokenization, watching
 from serving.front.api.access import CallersKnown
+from serving.front.api.affinity import NO_AFFINITY_RULES, AffinityRules
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.browsers import NO_RULES, BrowserCallsChecked, BrowserRules
 from serving.front.api.counted import RequestMetrics, RequestsCounted
@@ -61,6 +62,7 @@ def create_http_app(
     ignore_unknown_fields: bool = False,
     request_chat_template: bool = False,
     request_priority: bool = False,
+    affinity_rules: AffinityRules = NO_AFFINITY_RULES,
     operators: bool = True,
     background: BackgroundResponses | None = None,
     metrics: RequestMetrics | None = None,
@@ -71,9 +73,10 @@ def create_http_app(
     `service_provider` is called for each request: the service may start after the application. If there are `keys`,
     calls need one of them. A stream is silent for at most `keep_alive_s`. Without `operators`, calls that are for
     operators are refused. `ignore_unknown_fields`: a body may have unknown fields. `request_chat_template`: it may
-    bring its own chat template. `request_priority`: it may set a priority. `background`: the responses that run
-    after their requests have returned; the caller stops them. With None there are no other front ends, and these
-    responses end with the process. `metrics` counts the requests; `recorder` logs and traces them.
+    bring its own chat template. `request_priority`: it may set a priority. `affinity_rules`: which requests should be
+    at one replica. `background`: the responses that run after their requests have returned; the caller stops them. With
+    None there are no other front ends, and these responses end with the process. `metrics` counts the requests;
+    `recorder` logs and traces them.
     """
     app = FastAPI(title="Kedge", summary="Session-native serving of large language models")
     app.state.service_provider = service_provider
@@ -85,6 +88,7 @@ def create_http_app(
     app.state.ignore_unknown_fields = ignore_unknown_fields
     app.state.request_chat_template = request_chat_template
     app.state.request_priority = request_priority
+    app.state.affinity_rules = affinity_rules
     install_error_handlers(app)
     for routes in _protocol_routes():
         app.include_router(routes)

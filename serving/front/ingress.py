@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from controllers.records import ReplicaAddress
 from controllers.settings import Deployment
 from serving.background import BackgroundTasks
+from serving.front.api.affinity import AffinityRules
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.browsers import BrowserRules
 from serving.front.api.keys import KeyRing
@@ -199,7 +200,7 @@ class Ingress:
         return self._app(operators=self._operator_port is None, tells_id=False)
 
     def _app(self, *, operators: bool, tells_id: bool) -> FastAPI:
-        args, api = self._args.ingress, self._args.api
+        args, api, affinity = self._args.ingress, self._args.api, self._args.sessions.unnamed.affinity
         app = create_http_app(
             lambda: self.service,
             keys=self._keys,
@@ -211,6 +212,7 @@ class Ingress:
             ignore_unknown_fields=api.unknown_fields == "ignore",
             request_chat_template=api.request_chat_template,
             request_priority=api.request_priority,
+            affinity_rules=AffinityRules(affinity.user, affinity.cookie),
             operators=operators,
             background=self._background,
             metrics=self._metrics,

@@ -147,6 +147,14 @@ class IngressArgs(StrictModel):
         return None if self.keys_file is None else resolve_path(self.keys_file)
 
 
+class AffinityArgs(StrictModel):
+    """What, beside `prompt_cache_key`, says which conversations should be at one replica: with `user` the user that a
+    request names, and the cookie with the name `cookie`, as a load balancer sets it."""
+
+    user: bool = False
+    cookie: Annotated[str, Field(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}$")] | None = None
+
+
 class UnnamedSessionArgs(StrictModel):
     """Conversations whose clients name no session and send all of it each time. They are recognized, and their KV is
     kept until nobody has gone on with them for `idle_timeout_s`, or others need the room. With `durable` they are kept
@@ -155,6 +163,7 @@ class UnnamedSessionArgs(StrictModel):
     enabled: bool = True
     idle_timeout_s: Seconds = 600.0
     durable: bool = False
+    affinity: AffinityArgs = AffinityArgs()
 
     @field_validator("durable")
     @classmethod

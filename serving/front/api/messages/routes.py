@@ -7,6 +7,7 @@ from functools import partial
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from serving.front.api.affinity import AffinityKeys
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.fields import (
     IdempotencyHeader,
@@ -67,7 +68,8 @@ async def create_message(
     )
     tools = tools_in_use(body.tools, body.tool_choice, service.model)
     reply_id = new_id("msg_")
-    make_plan = partial(_plan, body, tools, service.model, reply_id, session, tenant)
+    affinity_key = AffinityKeys.of(request).key(user=body.user_id)
+    make_plan = partial(_plan, body, tools, service.model, reply_id, session, tenant, affinity_key)
     plan = await beside_streams(make_plan, len(body.messages))
     (call,) = plan.calls
     reader = AnswerReader(call, tools, reads_thoughts(service.model, call.constraint))
@@ -98,6 +100,7 @@ def _plan(
     reply_id: str,
     session: SessionTurn | None,
     tenant: str,
+    affinity_key: str,
 ) -> TurnPlan:
     held = body.held_answer()
     call = TurnCall(
@@ -108,6 +111,7 @@ def _plan(
         stop=tuple(body.stop_sequences or ()),
         session=session,
         tenant=tenant,
+        affinity_key=affinity_key,
         **answer_fields(model, held, tools),
     )
     return TurnPlan([call], field_names("messages", held))

@@ -88,7 +88,11 @@ class ContextManagement(StrictBody):
 
 
 class Metadata(StrictBody):
-    user_id: str | None = None
+    user_id: str | None = Field(
+        None,
+        description="Requests of the same user go to one replica as long as its load allows it, if the setting "
+        "sessions.unnamed.affinity.user says so.",
+    )
 
 
 class PromptBody(StrictBody):
@@ -158,6 +162,10 @@ class MessagesBody(PromptBody):
     fallback_credit_token: NotSupported = None
     fallbacks: NotSupported = None
     thread: NotSupported = None
+
+    @property
+    def user_id(self) -> str | None:
+        return None if self.metadata is None else self.metadata.user_id
 
     def check(self) -> None:
         """Raises ServiceError for errors that no single field shows."""

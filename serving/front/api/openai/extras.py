@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import Request
 
+from serving.front.api.affinity import AffinityKeys
 from serving.front.api.errors import refusal
 from serving.front.api.fields import check_min_tokens, stop_strings
 from serving.front.api.openai.chat_schema import ChatBody
@@ -48,7 +49,7 @@ def call_fields(
         "bad_words": tuple(body.bad_words or ()),
         "keep_last": _kept(body.truncate_prompt_tokens, most, model),
         "cache_salt": body.cache_salt or "",
-        "affinity_key": body.prompt_cache_key or "",
+        "affinity_key": AffinityKeys.of(request).key(body.prompt_cache_key, body.user),
     }
 
 

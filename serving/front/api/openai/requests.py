@@ -68,7 +68,9 @@ class SharedFields(StrictBody):
 
     # About the caller, or hints: without effect on the answer.
     metadata: Metadata | None = None
-    user: str | None = None
+    user: str | None = Field(
+        None, description="Like prompt_cache_key, if the setting sessions.unnamed.affinity.user allows it."
+    )
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default", "flex", "priority", "scale", "fast", "ultrafast"] | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from serving.front.api.affinity import AffinityKeys
 from serving.front.api.errors import ClientGone, openai_error, retry_headers, said_of
 from serving.front.api.ignored_fields import IGNORED_FIELDS, IgnoredFields
 from serving.front.api.priorities import engine_priority
@@ -74,7 +75,8 @@ class Memory:
 
 
 class Lane:
-    """One lane. All lanes of a connection share `memory`: a response may go on from another lane's response."""
+    """One lane. All lanes of a connection share `memory`: a response may go on from another lane's response. `affinity`
+    is that of the connection."""
 
     def __init__(
         self,
@@ -83,6 +85,7 @@ class Lane:
         service: TurnService,
         tenant: str,
         memory: Memory,
+        affinity: AffinityKeys,
         *,
         ignores_unknown_fields: bool,
         allows_priority: bool,
@@ -93,6 +96,7 @@ class Lane:
         self._service = service
         self._tenant = tenant
         self._memory = memory
+        self._affinity = affinity
         self._ignores_unknown_fields = ignores_unknown_fields
         self._allows_priority = allows_priority
 
@@ -109,7 +113,7 @@ class Lane:
         before = self._memory.find(body.previous_response_id)
         priority = engine_priority(self._allows_priority, lower_first=body.priority)
         continued = None if before is None else begun(body, before.items)
-        asked = await asked_response(body, self._service, self._tenant, priority, continued)
+        asked = await asked_response(body, self._service, self._tenant, priority, self._affinity, continued)
         opening = {IGNORED_FIELDS: ignored.header} if ignored else {}
         last = await self._tell_turn(asked, opening, generates=create.generate is not False)
         if last is None:

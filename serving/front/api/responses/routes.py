@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from msgspec.structs import replace
 
+from serving.front.api.affinity import AffinityKeys
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
@@ -98,7 +99,7 @@ async def create_response(
         return await get_response(made, service, background, tenant, stream=body.stream)
     priority = engine_priority(request.app.state.request_priority, lower_first=body.priority)
     before = None if session is None else begun(body)
-    asked = await asked_response(body, service, tenant, priority, before, session)
+    asked = await asked_response(body, service, tenant, priority, AffinityKeys.of(request), before, session)
     if body.is_background:
         turn = await asked.turns.start(background, asked.plan)
         if body.stream:
@@ -130,11 +131,13 @@ async def asked_response(
     service: TurnService,
     tenant: str,
     priority: int,
+    affinity: AffinityKeys,
     before: Continued | None = None,
     named: SessionTurn | None = None,
 ) -> AskedResponse:
-    """Prepares the response that the body asks for. `before`: what it goes on from, if the caller knows. `named`: its
-    turn in a session that the client names; such a response is not stored. Raises ServiceError."""
+    """Prepares the response that the body asks for. `affinity` belongs to its connection. `before`: what it goes on
+    from, if the caller knows. `named`: its turn in a session that the client names; such a response is not stored.
+    Raises ServiceError."""
     model = service.model
     check_model_name(body.model, model)
     check_state(body)
@@ -151,7 +154,8 @@ async def asked_response(
     if not said:
         raise refusal("input: nothing has been said yet in the conversation.", "input")
     turn = turn_after(before) if named is None else named
-    make_plan = partial(_plan, body, tools, model, response_id, said, turn, tenant, priority)
+    affinity_key = affinity.key(body.prompt_cache_key, body.user)
+    make_plan = partial(_plan, body, tools, model, response_id, said, turn, tenant, priority, affinity_key)
     plan = await beside_streams(make_plan, len(items))
     (call,) = plan.calls
     named_by = calls_named_by(response_id) if named is None else call
@@ -181,6 +185,7 @@ def _plan(
     session: SessionTurn | None,
     tenant: str,
     priority: int,
+    affinity_key: str,
 ) -> TurnPlan:
     held, use = body.held(), tools.use
     call = TurnCall(
@@ -196,7 +201,7 @@ def _plan(
         logprobs=body.logprobs(),
         session=session,
         tenant=tenant,
-        affinity_key=body.prompt_cache_key or "",
+        affinity_key=affinity_key,
         priority=priority,
         **answer_fields(model, held, use),
     )

@@ -16,6 +16,7 @@ from typing import Any
 from fastapi import APIRouter, WebSocket
 from starlette.status import WS_1008_POLICY_VIOLATION
 
+from serving.front.api.affinity import AffinityKeys
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.errors import ClientGone, refusal
 from serving.front.api.fields import Client, Service, Tenant
@@ -66,6 +67,7 @@ async def respond(websocket: WebSocket, service: Service, tenant: Tenant, caller
             service,
             tenant,
             memory,
+            AffinityKeys.of(websocket),
             ignores_unknown_fields=state.ignore_unknown_fields,
             allows_priority=state.request_priority,
         )

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from msgspec.structs import replace
 
 from engine.api import LogprobParams, SamplingParams
+from serving.front.api.affinity import AffinityKeys
 from serving.front.api.documented_replies import PLAIN_TEXT, STREAMED
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
@@ -157,7 +158,7 @@ async def generate(
     idempotency_key: IdempotencyHeader = None,
 ) -> Response:
     priority = engine_priority(request.app.state.request_priority, higher_first=body.priority)
-    plan = _plan(body, service.model, tenant, priority)
+    plan = _plan(body, service.model, tenant, priority, AffinityKeys.of(request).key())
     runner: RunsTurns = service
     if body.session_params is not None:
         plan, runner = await _in_session(plan, body.session_params, idempotency_key, service)
@@ -204,7 +205,7 @@ def _line_turn(params: SessionParams, idempotency_key: str | None) -> SessionTur
     return SessionTurn(params.id, idempotency_key=idempotency_key, create=False)
 
 
-def _plan(body: GenerateBody, model: ModelInfo, tenant: str, priority: int) -> TurnPlan:
+def _plan(body: GenerateBody, model: ModelInfo, tenant: str, priority: int, affinity_key: str) -> TurnPlan:
     prompts = _prompts(body, model)
     asked = body.sampling
     num_calls = len(prompts) * asked.n
@@ -228,6 +229,7 @@ def _plan(body: GenerateBody, model: ModelInfo, tenant: str, priority: int) -> T
             constraint=constraint,
             tenant=tenant,
             priority=priority,
+            affinity_key=affinity_key,
         )
         for index, request_id in enumerate(_request_ids(body, len(prompts)))
     ]

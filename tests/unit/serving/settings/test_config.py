@@ -239,6 +239,12 @@ def test_draft_needs_a_model(speculation: dict[str, object]) -> None:
         parse_args({"model": MODEL, "speculation": speculation})
 
 
+@pytest.mark.parametrize("name", ["", "a b", "a;b", "a=b", "x" * 65])
+def test_a_name_that_no_cookie_can_have(name: str) -> None:
+    with pytest.raises(SettingsError, match=r"args\.sessions\.unnamed\.affinity\.cookie: "):
+        parse_args({"model": MODEL, "sessions": {"unnamed": {"affinity": {"cookie": name}}}})
+
+
 @pytest.mark.parametrize(
     ("sessions", "reason"),
     [
