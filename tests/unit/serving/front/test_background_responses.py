@@ -16,8 +16,8 @@ from serving.front.api.keys import KeyRing
 from serving.front.api.responses import background as responses_background
 from serving.front.api.responses.background import BackgroundResponses
 from serving.front.http import create_http_app
-from tests.unit.serving.front.test_responses_api import GREEDY, expected, said, user
 from tests.unit.serving.local_service import LocalService, http_server, local_service
+from tests.unit.serving.responses_client import GREEDY, expected, said, user
 
 ENDED = ("completed", "incomplete", "failed", "cancelled")
 RING = KeyRing({"KEDGE_API_KEYS": "key-a=tenant-a,key-b=tenant-b"})

@@ -13,25 +13,8 @@ import pytest
 from serving.front.api.responses import conversation_log
 from serving.front.http import create_http_app
 from tests.unit.serving.front.test_background_responses import SLOW_S, FrontEnd, front_ends
-from tests.unit.serving.front.test_responses_api import (
-    GREEDY,
-    Served,
-    client_at,
-    expected,
-    said,
-    user,
-)
 from tests.unit.serving.local_service import http_server, local_service
-
-
-@pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    async with (
-        local_service(tmp_path) as service,
-        http_server(create_http_app(lambda: service)) as url,
-        client_at(url) as client,
-    ):
-        yield Served(client, service)
+from tests.unit.serving.responses_client import GREEDY, Served, client_at, expected, said, user
 
 
 @pytest.fixture

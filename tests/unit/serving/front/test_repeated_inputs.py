@@ -6,25 +6,11 @@ Each is the next turn of the session that has their items.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serving.front.http import create_http_app
-from tests.unit.serving.front.test_responses_api import GREEDY, Served, client_at, expected, user
-from tests.unit.serving.local_service import http_server, local_service
-
-
-@pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    async with (
-        local_service(tmp_path) as service,
-        http_server(create_http_app(lambda: service)) as url,
-        client_at(url) as client,
-    ):
-        yield Served(client, service)
+from tests.unit.serving.responses_client import GREEDY, Served, expected, user
 
 
 class Talk:

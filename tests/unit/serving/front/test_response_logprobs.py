@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,21 +9,11 @@ import pytest
 
 from serving.front.http import create_http_app
 from serving.wire.turns import TurnFinish
-from tests.unit.serving.front.test_responses_api import GREEDY, MOST, WEATHER, Served, client_at
 from tests.unit.serving.front.test_tool_answers import TellingService
-from tests.unit.serving.local_service import MODEL, http_server, local_service
+from tests.unit.serving.local_service import MODEL, http_server
+from tests.unit.serving.responses_client import GREEDY, MOST, WEATHER, Served, client_at
 
 LOGPROBS = "message.output_text.logprobs"
-
-
-@pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    async with (
-        local_service(tmp_path) as service,
-        http_server(create_http_app(lambda: service)) as url,
-        client_at(url) as client,
-    ):
-        yield Served(client, service)
 
 
 def logprobs_of(response: Any) -> list[dict[str, Any]]:

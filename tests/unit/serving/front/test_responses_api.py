@@ -4,86 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from msgspec.structs import replace
 
-from serving.front.api.responses.history import template_messages
 from serving.front.http import create_http_app
-from serving.wire.turns import ChatPrompt, SamplingDefaults, SessionInfo, TurnFinish
-from tests.unit.engine.null_runner import null_generate
+from serving.wire.turns import SamplingDefaults, SessionInfo, TurnFinish
 from tests.unit.serving.front.test_tool_answers import TellingService
 from tests.unit.serving.local_service import (
     MODEL,
-    LocalService,
     http_server,
-    local_service,
-    shown_text,
-    small_text,
 )
-from tests.unit.serving.replica_rig import VOCAB_SIZE
+from tests.unit.serving.responses_client import GREEDY, MOST, WEATHER, Served, client_at, expected, said, user
 
-MOST = 5
-GREEDY: dict[str, Any] = {"model": MODEL.model_id, "temperature": 0, "max_output_tokens": MOST}
-WEATHER = {
-    "type": "function",
-    "name": "get_weather",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 4}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-}
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Applies a patch."}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'
-
-
-@dataclass
-class Served:
-    client: openai.AsyncOpenAI
-    service: LocalService
-
-    async def ask(self, text: str, **fields: Any) -> Any:
-        return await self.client.responses.create(input=text, **GREEDY, **fields)
-
-
-@pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    async with (
-        local_service(tmp_path) as service,
-        http_server(create_http_app(lambda: service)) as url,
-        client_at(url) as client,
-    ):
-        yield Served(client, service)
-
-
-def client_at(url: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-
-
-def expected(items: Sequence[dict[str, Any]], instructions: str | None = None) -> str:
-    """The answer to a fresh request with the whole conversation."""
-    prompt = small_text().encode_prompt(ChatPrompt(template_messages(instructions, items)))
-    return shown_text(null_generate(prompt, MOST, VOCAB_SIZE))
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
-
-
-def said(response: Any) -> dict[str, Any]:
-    return {
-        "type": "message",
-        "role": "assistant",
-        "content": [{"type": "output_text", "text": response.output_text}],
-    }
 
 
 async def test_whole_and_streamed_answers_agree(served: Served) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import openai
 import pytest
 
 from serving.front.http import create_http_app
-from tests.unit.serving.front.test_responses_api import GREEDY, MOST, Served, client_at, expected, user
 from tests.unit.serving.front.test_sockets import refused
 from tests.unit.serving.front.test_tool_answers import TellingService
 from tests.unit.serving.local_service import (
@@ -20,21 +18,12 @@ from tests.unit.serving.local_service import (
     http_server,
     local_service,
 )
+from tests.unit.serving.responses_client import GREEDY, MOST, Served, expected, user
 
 SESSION = "anna-1"
 NAMED = {"x-session-id": SESSION}
 TOOL: dict[str, Any] = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'
-
-
-@pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    async with (
-        local_service(tmp_path) as service,
-        http_server(create_http_app(lambda: service)) as url,
-        client_at(url) as client,
-    ):
-        yield Served(client, service)
 
 
 def assistant(text: str) -> dict[str, Any]:

@@ -14,17 +14,9 @@ import pytest
 from serving.front.api.responses import background as responses_background
 from serving.front.api.responses.replayable_turn import ending
 from serving.front.api.responses.stream import CharacterNumbers, EventNumbers
-from serving.front.http import create_http_app
 from serving.wire.turns import ErrorInfo, TurnCall, TurnEvent
 from tests.unit.serving.front.test_background_responses import SLOW_S, FrontEnds, front_ends
-from tests.unit.serving.front.test_responses_api import (
-    WEATHER,
-    Served,
-    client_at,
-    expected,
-    user,
-)
-from tests.unit.serving.local_service import http_server, local_service
+from tests.unit.serving.responses_client import WEATHER, Served, expected, user
 
 BACKGROUND = [
     "response.created",
@@ -33,16 +25,6 @@ BACKGROUND = [
     "response.output_item.added",
     "response.content_part.added",
 ]
-
-
-@pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    async with (
-        local_service(tmp_path) as service,
-        http_server(create_http_app(lambda: service)) as url,
-        client_at(url) as client,
-    ):
-        yield Served(client, service)
 
 
 @pytest.fixture
