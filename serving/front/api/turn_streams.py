@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -35,18 +37,30 @@ class RunsTurns(Protocol):
 IndexedEvent = tuple[int, TurnEvent]
 _MAX_QUEUED_EVENTS = 64
 _FEW_MESSAGES = 256
+_MESSAGE = re.compile(r"messages\[(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)
 class TurnPlan:
-    """The calls of one request, and what the protocol calls the fields that the service names in errors."""
+    """The calls of one request, and what the protocol calls the fields that the service names in errors.
+    `message_name`: the same for a message of the prompt, by its index (None: `messages[index]`)."""
 
     calls: Sequence[TurnCall]
     field_names: Mapping[str, str] = field(default_factory=dict)
+    message_name: Callable[[int], str] | None = None
+
+    def in_its_words(self, error: ErrorInfo) -> ErrorInfo:
+        """The error as the protocol says it."""
+        named = _MESSAGE.fullmatch(error.param or "")
+        if named is None or self.message_name is None:
+            return replace(error, param=self.field_names.get(error.param or "", error.param))
+        name = self.message_name(int(named[1]))
+        return replace(error, param=name, message=error.message.replace(named[0], name, 1))
 
     def telling_accepted(self) -> TurnPlan:
         """The same plan, whose turns tell when they are accepted."""
-        return TurnPlan([replace(call, tells_accepted=True) for call in self.calls], self.field_names)
+        calls = [replace(call, tells_accepted=True) for call in self.calls]
+        return dataclasses.replace(self, calls=calls)
 
 
 async def beside_streams(make: Callable[[], T], num_messages: int) -> T:
@@ -128,7 +142,7 @@ async def open_turns(service: RunsTurns, plan: TurnPlan) -> AsyncIterator[AsyncI
 
     If a turn fails, its ServiceError is raised and the other turns end. Leaving the context aborts what still runs.
     """
-    with _fields_renamed(plan.field_names):
+    with _in_the_words_of(plan):
         if len(plan.calls) == 1:
             async with service.run(plan.calls[0]) as events:
                 yield _until_finished(events)
@@ -153,12 +167,11 @@ async def collect(service: RunsTurns, plan: TurnPlan) -> list[TurnResult]:
 
 
 @contextmanager
-def _fields_renamed(names: Mapping[str, str]) -> Iterator[None]:
+def _in_the_words_of(plan: TurnPlan) -> Iterator[None]:
     try:
         yield
     except ServiceError as error:
-        param = error.info.param
-        raise ServiceError(replace(error.info, param=names.get(param or "", param))) from error
+        raise ServiceError(plan.in_its_words(error.info)) from error
 
 
 async def _until_finished(events: AsyncIterator[TurnEvent]) -> AsyncIterator[IndexedEvent]:

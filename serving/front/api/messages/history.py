@@ -31,17 +31,31 @@ def for_template(
     system: str | list[TextBlock] | None, messages: Sequence[Message]
 ) -> tuple[TemplateMessage, ...]:
     """The whole conversation. An empty system prompt is left out."""
-    result: list[TemplateMessage] = []
+    return tuple(message for _, message in _placed(system, messages))
+
+
+def message_of(index: int, system: str | list[TextBlock] | None, messages: Sequence[Message]) -> int | None:
+    """The index of the request's message that begins the prompt's message of this index; None: that is the system
+    prompt."""
+    return _placed(system, messages)[index][0]
+
+
+def _placed(
+    system: str | list[TextBlock] | None, messages: Sequence[Message]
+) -> list[tuple[int | None, TemplateMessage]]:
+    """The prompt's messages. Each comes with the index of the request's message that begins it."""
+    result: list[tuple[int | None, TemplateMessage]] = []
     instruction = "" if system is None else text_of(system)
     if instruction:
-        result.append({"role": "system", "content": instruction})
+        result.append((None, {"role": "system", "content": instruction}))
     last_user = max((i for i, each in enumerate(messages) if isinstance(each, UserMessage)), default=-1)
     for index, message in enumerate(messages):
         cleared = isinstance(message, SystemMessage) and message.clear_at == "next_user_message"
         if not (cleared and index < last_user):
             for each in _messages_of(message):
-                _add(result, each)
-    return tuple(result)
+                if not result or not _joins(result[-1][1], each):
+                    result.append((index, each))
+    return result
 
 
 def _messages_of(message: Message) -> Iterable[TemplateMessage]:
@@ -95,16 +109,14 @@ def _called(block: ToolUseBlock) -> dict[str, Any]:
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
-def _add(messages: list[TemplateMessage], new: TemplateMessage) -> None:
-    """Adds a message, or joins it to the last one if that has the same role. Tool results and instructions are not
-    joined."""
-    last = messages[-1] if messages else None
-    if last is None or last["role"] != new["role"] or new["role"] not in ("user", "assistant"):
-        messages.append(new)
-        return
+def _joins(last: TemplateMessage, new: TemplateMessage) -> bool:
+    """Joins a message to the last one if both have the same role. Tool results and instructions are not joined."""
+    if last["role"] != new["role"] or new["role"] not in ("user", "assistant"):
+        return False
     for name in _JOINED:
         texts = [text for text in (last.get(name), new.get(name)) if text]
         if texts:
             last[name] = "\n".join(texts)
     if calls := [*last.get("tool_calls", ()), *new.get("tool_calls", ())]:
         last["tool_calls"] = calls
+    return True

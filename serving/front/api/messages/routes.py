@@ -21,6 +21,7 @@ from serving.front.api.fields import (
     most_tokens,
     new_id,
 )
+from serving.front.api.messages.history import message_of
 from serving.front.api.messages.replies import MessageReply, blocks_of, no_edits, stop_of, usage_of
 from serving.front.api.messages.schema import CountTokensBody, MessagesBody
 from serving.front.api.messages.stream import MessageEncoder
@@ -114,7 +115,13 @@ def _plan(
         affinity_key=affinity_key,
         **answer_fields(model, held, tools),
     )
-    return TurnPlan([call], field_names("messages", held))
+    return TurnPlan([call], field_names("messages", held), partial(_name_of_message, body))
+
+
+def _name_of_message(body: MessagesBody, index: int) -> str:
+    """The part of the request that the prompt's message of this index comes from."""
+    at = message_of(index, body.system, body.messages)
+    return "system" if at is None else f"messages[{at}]"
 
 
 def _reply(

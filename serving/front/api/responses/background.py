@@ -10,6 +10,7 @@ its end.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -109,7 +110,7 @@ class BackgroundResponses:
         finally:
             self._num_beginning -= 1
         call, turn = replace(call, session=session), ReplayableTurn()
-        work = asyncio.create_task(_run(service, TurnPlan([call], plan.field_names), turn))
+        work = asyncio.create_task(_run(service, dataclasses.replace(plan, calls=[call]), turn))
         task = asyncio.create_task(self._see_to_end(service, call))
         self._running[call.tenant, call.request_id] = _Running(call, turn, work, task)
         return turn

@@ -18,17 +18,25 @@ ASSISTANT = "assistant"
 
 def template_messages(instructions: str | None, items: Sequence[Json]) -> tuple[Json, ...]:
     """Everything that was said, as messages of a ChatPrompt. `items` are canonical items of inputs and outputs."""
-    history = _History()
-    if instructions:
-        history.say("system", instructions)
+    history = _History(instructions)
     for item in items:
         history.add(item)
     return tuple(history.messages)
 
 
+def item_of(index: int, instructions: str | None, items: Sequence[Json]) -> int | None:
+    """The index of the item that begins the message of this index; None: the message is the instructions."""
+    history = _History(instructions)
+    for at, item in enumerate(items):
+        if len(history.messages) > index:
+            return at - 1 if at else None
+        history.add(item)
+    return len(items) - 1
+
+
 class _History:
-    def __init__(self) -> None:
-        self.messages: list[Json] = []
+    def __init__(self, instructions: str | None) -> None:
+        self.messages: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
         self._thoughts: list[str] = []
         """Thoughts that wait for the text or the call after them."""
 

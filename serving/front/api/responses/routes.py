@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -31,7 +33,7 @@ from serving.front.api.reply_json import json_reply, reply_json
 from serving.front.api.responses.background import Background, FollowedTurn, cancel, look_up
 from serving.front.api.responses.continuations import Continued, begun
 from serving.front.api.responses.conversation_log import begin_response, keep_items
-from serving.front.api.responses.history import template_messages
+from serving.front.api.responses.history import item_of, template_messages
 from serving.front.api.responses.item_pages import Included, ItemOrder, PageSize, PreviousItem, item_page
 from serving.front.api.responses.items import Json, canonical_items
 from serving.front.api.responses.replies import ResponseHead, ResponseReader
@@ -157,6 +159,7 @@ async def asked_response(
     affinity_key = affinity.key(body.prompt_cache_key, body.user)
     make_plan = partial(_plan, body, tools, model, response_id, said, turn, tenant, priority, affinity_key)
     plan = await beside_streams(make_plan, len(items))
+    plan = dataclasses.replace(plan, message_name=partial(_name_of_message, body, before, said))
     (call,) = plan.calls
     named_by = calls_named_by(response_id) if named is None else call
     reader = ResponseReader(
@@ -167,6 +170,18 @@ async def asked_response(
         top_logprobs=body.top_logprobs or 0,
     )
     return AskedResponse(head, said, plan, ResponseTurns(service, before, turn_after), reader)
+
+
+def _name_of_message(body: ResponsesBody, before: Continued, said: Sequence[Json], index: int) -> str:
+    """The part of the request that the prompt's message of this index comes from."""
+    at = item_of(index, body.instructions, said)
+    if at is None:
+        return "instructions"
+    if at >= len(before.items):
+        at += before.num_repeated - len(before.items)
+    elif at >= before.num_repeated:
+        return "input"  # it was said before, and the request only refers to it
+    return "input" if isinstance(body.input, str) else f"input[{at}]"
 
 
 def _is_parted(body: ResponsesBody, tools: OfferedTools, model: ModelInfo) -> bool:

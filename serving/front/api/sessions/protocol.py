@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -187,11 +188,8 @@ async def _in_session(
         else:
             turn = _line_turn(params, idempotency_key)
     except ServiceError as error:
-        names = plan.field_names
-        raise ServiceError(
-            replace(error.info, param=names.get(error.info.param or "", error.info.param))
-        ) from error
-    return TurnPlan([replace(call, session=turn)], plan.field_names), runner
+        raise ServiceError(plan.in_its_words(error.info)) from error
+    return dataclasses.replace(plan, calls=[replace(call, session=turn)]), runner
 
 
 def _line_turn(params: SessionParams, idempotency_key: str | None) -> SessionTurn:

@@ -91,6 +91,36 @@ async def test_all_protocols_go_on_in_one_session(served: Served) -> None:
     assert [first, second.output_text, third, fourth.output_text] == twin
 
 
+@pytest.mark.parametrize(
+    ("rules", "first", "in_responses", "in_messages"),
+    [
+        ("Be short.", "1", "input[1]", "messages[0]"),
+        ("Be long and kind.", "one", "instructions", "system"),
+    ],
+)
+async def test_another_history_is_named_in_the_requests_own_parts(
+    served: Served, rules: str, first: str, in_responses: str, in_messages: str
+) -> None:
+    """The place used to be counted in the template's messages, of which the first are the instructions."""
+    answer = await chatted(served, "one", system="Be short.")
+    said = [first, answer, "two"]
+    turns = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)]
+    thought = {"type": "reasoning", "id": "rs_1", "summary": []}
+    headers = NAMED | {"x-session-mode": "full"}
+    for path, body, named in (
+        (
+            "/v1/responses",
+            {"instructions": rules, "input": [thought, *turns], "max_output_tokens": MOST},
+            in_responses,
+        ),
+        ("/v1/messages", {"system": rules, "messages": turns, "max_tokens": MOST}, in_messages),
+    ):
+        async with client_of(create_http_app(lambda: served.service)) as client:
+            reply = await client.post(path, json=body, headers=headers)
+        assert reply.status_code == 409
+        assert reply.json()["error"]["message"].startswith(f"{named}: the history of session '{SESSION}'")
+
+
 async def test_the_session_alone_keeps_the_response(served: Served) -> None:
     response, _ = await answered(served, "one")
     assert response.store is False
