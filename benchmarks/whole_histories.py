@@ -2,11 +2,12 @@
 
     PYTHONPATH=. python benchmarks/whole_histories.py --json whole_histories.json
 
-It serves the built-in model itself, with one, two and four replicas, and with two front ends. Conversations run at the
-same time, each with a turn at all times. The cached share of turns 2 and later is their cached tokens over the tokens
-of the turns before them, prompt and answer. What is missing is the last token of each answer, which never has KV, and
-lost tokens: of answers that are tokenized differently from how they were sampled, of a last page at a second turn
-without a name, and of turns at a replica without the KV. The server counts these, so the machine may be busy.
+It serves the built-in model itself, with one, two and four replicas, and with two front ends, once with
+sessions.unnamed.durable. Conversations run at the same time, each with a turn at all times. The cached share of turns 2
+and later is their cached tokens over the tokens of the turns before them, prompt and answer. What is missing is the
+last token of each answer, which never has KV, and lost tokens: of answers that are tokenized differently from how they
+were sampled, of a last page at a second turn without a name, and of turns at a replica without the KV. The server
+counts these, so the machine may be busy.
 """
 
 from __future__ import annotations
@@ -36,20 +37,24 @@ REPLICA_CPUS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Layout:
+    """`durable`: conversations without a name are kept in the session log."""
+
     replicas: int
     ingresses: int = 1
+    durable: bool = False
 
     def edit(self, document: dict[str, Any]) -> None:
         args = document["applications"][0]["args"]
         args["replicas"] |= {"count": self.replicas, "num_cpus": REPLICA_CPUS}
         args["ingress"]["count"] = self.ingresses
+        args.setdefault("sessions", {})["unnamed"] = {"durable": self.durable}
 
     @property
     def name(self) -> str:
-        return f"{self.replicas} and {self.ingresses}"
+        return f"{self.replicas} and {self.ingresses}{', durable' if self.durable else ''}"
 
 
-LAYOUTS = (Layout(1), Layout(2), Layout(4), Layout(2, ingresses=2))
+LAYOUTS = (Layout(1), Layout(2), Layout(4), Layout(2, ingresses=2), Layout(2, ingresses=2, durable=True))
 
 
 @dataclass(frozen=True, slots=True)
