@@ -149,7 +149,7 @@ class IngressArgs(StrictModel):
 
 class AffinityArgs(StrictModel):
     """What, beside `prompt_cache_key`, says which conversations should be at one replica: with `user` the user that a
-    request names, and the cookie with the name `cookie`, as a load balancer sets it."""
+    request names, and the cookie with the name `cookie`, which should tell browsers apart."""
 
     user: bool = False
     cookie: Annotated[str, Field(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}$")] | None = None

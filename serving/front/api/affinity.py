@@ -1,7 +1,7 @@
 """Which requests without a session should be together at one replica: those with the same name for it.
 
-A client's `prompt_cache_key` is such a name. An operator may let others count: the user that a request names, and the
-cookie that a load balancer uses to keep a browser at one server.
+A client's `prompt_cache_key` is such a name. An operator may let others count: the user that a request names, and a
+cookie that tells browsers apart.
 """
 
 from __future__ import annotations

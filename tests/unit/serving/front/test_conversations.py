@@ -58,6 +58,20 @@ def test_calls_of_one_key_have_one_home() -> None:
     assert front_end.affinity(call(front_end, "one")).home is None
 
 
+def test_a_key_only_says_where_a_new_conversation_goes() -> None:
+    """Where a conversation is, or which session it is, does not follow from a key."""
+    front_end = Conversations(100, shared=True)
+    asked = call(front_end, "one", affinity_key="k")
+    assert front_end.affinity(asked).home != front_end.affinity(call(front_end, "one")).home
+    front_end.note(call(front_end, "one", affinity_key="l"), "a")
+    on = call(front_end, "one", "answer", "two", affinity_key="k")
+    assert front_end.affinity(on).holder == "a"
+    assert front_end.affinity(replace(on, session=SessionTurn("s"))) == (None, None, False)
+    kept = Conversations(100, durable_timeout_s=60.0)
+    named = [call(kept, "one", "answer", "two", affinity_key=key).session for key in ("k", "l", "")]
+    assert named[0] == named[1] == named[2] is not None
+
+
 @pytest.mark.parametrize("kind", ["text", "tokens"])
 def test_plain_text_goes_where_its_beginning_was(kind: str) -> None:
     """The requests of a conversation in plain text used to go to any of the replicas."""

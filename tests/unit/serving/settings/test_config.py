@@ -239,8 +239,17 @@ def test_draft_needs_a_model(speculation: dict[str, object]) -> None:
         parse_args({"model": MODEL, "speculation": speculation})
 
 
-@pytest.mark.parametrize("name", ["", "a b", "a;b", "a=b", "x" * 65])
-def test_a_name_that_no_cookie_can_have(name: str) -> None:
+@pytest.mark.parametrize("name", ["s", "__Host-stick", "!#$%&'*+-.^_`|~", "x" * 64])
+def test_a_name_that_a_cookie_can_have(name: str) -> None:
+    unnamed = {"affinity": {"user": True, "cookie": name}}
+    affinity = parse_args({"model": MODEL, "sessions": {"unnamed": unnamed}}).sessions.unnamed.affinity
+    assert (affinity.user, affinity.cookie) == (True, name)
+    affinity = parse_args({"model": MODEL}).sessions.unnamed.affinity
+    assert (affinity.user, affinity.cookie) == (False, None)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a;b", "a=b", "a\n", "ä", "x" * 65, 7])
+def test_a_name_that_no_cookie_can_have(name: object) -> None:
     with pytest.raises(SettingsError, match=r"args\.sessions\.unnamed\.affinity\.cookie: "):
         parse_args({"model": MODEL, "sessions": {"unnamed": {"affinity": {"cookie": name}}}})
 
