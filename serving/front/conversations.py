@@ -109,12 +109,10 @@ class Conversations:
         goes_on = any(message["role"] == ASSISTANT for message in prompt.messages)
         return Affinity(holder, home, goes_on=goes_on)
 
-    def holder(self, call: TurnCall) -> str | None:
-        """The replica that has some of what a new session begins with; None if there is none or it is not known."""
-        session, prompt = call.session, call.prompt
-        if session is None or not session.create or not isinstance(prompt, ChatPrompt):
-            return None
-        return self._known([each.digest for each in prompt.said])
+    def of_new_session(self, call: TurnCall) -> Affinity:
+        """Where the session should be that the call opens. Its holder has some of what the session begins with."""
+        said = call.prompt.said if isinstance(call.prompt, ChatPrompt) else ()
+        return Affinity(self._known([each.digest for each in said]), _home_of(call))
 
     def _of_text(self, call: TurnCall) -> Affinity:
         """Plain text or tokens: the replica that last had the longest beginning of it."""

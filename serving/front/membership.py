@@ -87,14 +87,29 @@ class Membership:
 
         The replica that `affinity` prefers, unless it is much more loaded; else the less loaded of two random ones.
         """
-        staying = [name for name, known in self._known.items() if not known.status.draining]
-        names = staying or list(self._known)
+        names = self._staying()
         if not names:
             return None
-        chosen = self._preferred(names, affinity)
+        chosen = self.preferred(affinity)
         if chosen is None:
             chosen = min(self._random.sample(names, min(2, len(names))), key=self._load)
         return chosen
+
+    def preferred(self, affinity: Affinity) -> str | None:
+        """The replica that `affinity` prefers, unless it is much more loaded; None if it prefers none. Rendezvous
+        hashing with bounded loads (Thaler and Ravishankar 1998; Mirrokni et al. 2018): front ends that know the same
+        replicas rank them alike. A replica that comes or goes moves only its own conversations."""
+        names = self._staying()
+        if not names or (affinity.holder is None and affinity.home is None):
+            return None
+        least = min(map(self._load, names))
+        if affinity.holder in names and self._load(affinity.holder) <= least + HOLDERS_LOAD:
+            return affinity.holder
+        if affinity.home is None:
+            return None
+        room = HOLDERS_LOAD if affinity.goes_on else NEWCOMERS_LOAD
+        fit = [name for name in names if self._load(name) <= least + room]
+        return max(fit, key=lambda name: _weight(affinity.home or b"", name))
 
     @contextmanager
     def turn_at(self, replica_id: str) -> Iterator[None]:
@@ -109,17 +124,10 @@ class Membership:
             if not self._own[replica_id]:
                 del self._own[replica_id]
 
-    def _preferred(self, names: list[str], affinity: Affinity) -> str | None:
-        """Rendezvous hashing with bounded loads (Thaler and Ravishankar 1998; Mirrokni et al. 2018). Front ends that
-        know the same replicas rank them alike. A replica that comes or goes moves only its own conversations."""
-        least = min(map(self._load, names))
-        if affinity.holder in names and self._load(affinity.holder) <= least + HOLDERS_LOAD:
-            return affinity.holder
-        if affinity.home is None:
-            return None
-        room = HOLDERS_LOAD if affinity.goes_on else NEWCOMERS_LOAD
-        fit = [name for name in names if self._load(name) <= least + room]
-        return max(fit, key=lambda name: _weight(affinity.home or b"", name))
+    def _staying(self) -> list[str]:
+        """The replicas that do not drain; if all drain, all."""
+        staying = [name for name, known in self._known.items() if not known.status.draining]
+        return staying or list(self._known)
 
     def _reported(self, status: ReplicaStatus) -> _Known:
         before = self._known.get(status.replica_id)

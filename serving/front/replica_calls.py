@@ -167,6 +167,10 @@ class ReplicaCalls:
         await self.present()
         return self._membership.pick(affinity) or ANY_REPLICA
 
+    def preferred(self, affinity: Affinity) -> str | None:
+        """The replica that a new session should be at (see Membership.preferred)."""
+        return self._membership.preferred(affinity)
+
     async def _link(self, replica_id: str) -> ReplicaLink:
         """The link to the replica, opened if there is none. Raises ReplicaGone if there is no such replica."""
         if replica_id == ANY_REPLICA:

@@ -322,7 +322,9 @@ class TurnDispatcher:
         session = call.session
         if session is None:
             return None
-        preferred = self._conversations.holder(call)
+        preferred = None
+        if session.create and self._owners.get(session.session_id) is None:
+            preferred = self._replicas.preferred(self._conversations.of_new_session(call))
         return await self._find(
             session.session_id,
             deadline_s,

@@ -89,6 +89,9 @@ class Replicas:
     async def pick(self, _affinity: Affinity) -> str:
         return ANY_REPLICA
 
+    def preferred(self, affinity: Affinity) -> str | None:
+        return affinity.holder
+
     @asynccontextmanager
     async def turn(
         self, replica_id: str, call: TurnCall, epoch: int | None

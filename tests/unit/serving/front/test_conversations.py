@@ -105,12 +105,15 @@ def test_a_whole_conversation_that_is_stored_anew_goes_where_it_was() -> None:
         return front_end.recognized(asked)
 
     front_end = Conversations(100)
-    assert front_end.holder(stored("s", "one")) is None
+    assert front_end.of_new_session(stored("s", "one")).holder is None
     front_end.note(stored("s", "one"), "a")
     on = stored("t", "one", "answer", "two")
-    assert front_end.holder(on) == "a"
+    assert front_end.of_new_session(on).holder == "a"
     front_end.note(replace(on, session=SessionTurn("t", create=True)), "b")
-    assert front_end.holder(on) == "a", "new messages alone are no conversation"
+    assert front_end.of_new_session(on).holder == "a", "new messages alone are no conversation"
+    assert front_end.of_new_session(on).home is None
+    keyed = front_end.of_new_session(replace(on, affinity_key="k"))
+    assert keyed.home == front_end.affinity(call(front_end, "other", affinity_key="k")).home is not None
 
 
 def test_a_replica_that_is_gone_has_nothing_and_who_had_the_conversation_before_it_is_known() -> None:

@@ -193,3 +193,14 @@ async def test_who_has_what_was_said_comes_before_a_home() -> None:
     await membership.look()
     assert {membership.pick(Affinity("a", home)) for home in HOMES[:HOLDERS_LOAD]} == {"a"}
     assert membership.pick(Affinity("gone", b"1")) in ("a", "b")
+
+
+async def test_a_new_session_is_preferred_where_calls_of_its_key_go() -> None:
+    controller = Controller(*map(status, "abcdefgh"))
+    membership = membership_of(controller, [])
+    assert membership.preferred(Affinity(home=b"k")) is None, "none is known yet"
+    await membership.look()
+    assert membership.preferred(NOWHERE) is None
+    for home in (b"k", b"l", b"m"):
+        assert membership.preferred(Affinity(home=home)) == membership.pick(Affinity(home=home))
+    assert membership.preferred(Affinity("c", b"k")) == "c"
