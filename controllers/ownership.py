@@ -192,14 +192,14 @@ class OwnershipLedger:
             return False
         use.stale.pop(session_id, None)
         use.held += entry.reported_s is None
+        is_old = update.turns < entry.turns  # a turn that it tells of has been committed since
         self._put(
             replace(
                 entry,
                 size_bytes=update.size_bytes,
-                # The report may be older than the commit of the turn that it tells of.
-                in_turn=update.in_turn and update.turns >= entry.turns,
+                in_turn=update.in_turn and not is_old,
                 reported_s=self._attended(),
-                used_since_report=False,
+                used_since_report=is_old,
                 last_used_s=max(entry.last_used_s, self._clock() - update.idle_s),
             ),
             entry,

@@ -26,11 +26,12 @@ from serving.front.api.sessions.trees import told_session
 from serving.front.cluster_watch import ClusterWatch
 from serving.front.conversations import Conversations
 from serving.front.ownership_cache import Owner
+from serving.front.refusals import LOG_AWAY
 from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
 from serving.front.replica_gone import ReplicaGone
 from serving.front.shared_answer import SharedAnswer
 from serving.front.siblings import Siblings
-from serving.front.turn_dispatch import LOG_AWAY, RETRY_PAUSE_S, TurnDispatcher
+from serving.front.turn_dispatch import RETRY_PAUSE_S, TurnDispatcher
 from serving.front.watch_source import ClusterSource
 from serving.watch.audit_reply import cluster_audit
 from serving.watch.metrics import IngressMetrics

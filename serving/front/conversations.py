@@ -93,26 +93,20 @@ class Conversations:
         return call if self._durable_timeout_s is None else _in_session(call, self._durable_timeout_s)
 
     def affinity(self, call: TurnCall) -> Affinity:
-        """Where a call without a session finds most of its conversation."""
-        prompt = call.prompt
-        if call.session is not None:
-            return NOWHERE
+        """Where a call without a session, or the session that a call opens, finds most of its conversation."""
+        prompt, home, unnamed = call.prompt, _home_of(call), _is_unnamed(call)
         if not isinstance(prompt, ChatPrompt):
-            return self._of_text(call)
+            return self._of_text(call) if unnamed else Affinity(home=home)
         if not prompt.said:
-            return Affinity(home=_home_of(call))
+            return Affinity(home=home)
         said = _said_behind_head(prompt)
-        home = _home_of(call) or (said[0].digest if self._shared else None)
+        if home is None and unnamed and self._shared:
+            home = said[0].digest
         # If there is a home, a replica that has only the system message and the tools does not count as the holder:
         # other front ends would not look there.
         holder = self._known([each.digest for each in (prompt.said if home is None else said)])
         goes_on = any(message["role"] == ASSISTANT for message in prompt.messages)
         return Affinity(holder, home, goes_on=goes_on)
-
-    def of_new_session(self, call: TurnCall) -> Affinity:
-        """Where the session should be that the call opens. Its holder has some of what the session begins with."""
-        said = call.prompt.said if isinstance(call.prompt, ChatPrompt) else ()
-        return Affinity(self._known([each.digest for each in said]), _home_of(call))
 
     def _of_text(self, call: TurnCall) -> Affinity:
         """Plain text or tokens: the replica that last had the longest beginning of it."""
@@ -167,12 +161,16 @@ def _in_session(call: TurnCall, timeout_s: float) -> TurnCall:
     assert isinstance(prompt, ChatPrompt)
     said = _said_behind_head(prompt)
     scores_input = call.logprobs is not None and call.logprobs.input_start is not None
-    if call.session is not None or len(said) < 2 or scores_input:
+    if call.session is not None or len(said) < 2 or scores_input or not call.may_be_kept:
         return call
     session_id = session_key(call.tenant, f"{_DURABLE}{said[1].digest.hex()}")
     return replace(
         call, session=SessionTurn(session_id, mode="full", timeout_s=timeout_s, fallback="unnamed")
     )
+
+
+def _is_unnamed(call: TurnCall) -> bool:
+    return call.session is None or call.session.fallback == "unnamed"
 
 
 def _home_of(call: TurnCall) -> bytes | None:

@@ -16,40 +16,31 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from controllers.errors import (
-    CapacityExceeded,
-    ControllerError,
-    ModelChanged,
-    NoAnswer,
-    NoReplica,
-    Overloaded,
-    SessionIsTree,
-    StoreError,
-    ToolsDiffer,
-)
+from controllers.errors import ControllerError, ModelChanged, NoReplica, StoreError
 from controllers.records import COUNTED_KEY, TREE_KEY
-from controllers.session_keys import tenant_in
+from controllers.session_keys import named, tenant_in
 from serving.front.conversations import NOWHERE, Conversations
 from serving.front.dispatched_turn import ABORT_TIMEOUT_S, DispatchedTurn, TurnAborted
 from serving.front.ownership_cache import Owner, OwnershipCache
+from serving.front.refusals import (
+    CLIENTS_FAULTS,
+    GONE,
+    LET_GO,
+    LOG_AWAY,
+    LOST,
+    REFUSED_BY_SESSION,
+    RETRIED_CODES,
+    failover_cause,
+    is_retried,
+)
 from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
 from serving.front.replica_gone import Loss, ReplicaGone
 from serving.logs.call_facts import CALL_FACTS, CallFacts
 from serving.trace.turn_traces import UNTRACED, FrontTraces
-from serving.watch.metrics import FailoverCause, IngressMetrics
+from serving.watch.metrics import IngressMetrics
 from serving.wire.calls import Abort, AnyCall
 from serving.wire.controller_calls import ControllerCalls
-from serving.wire.errors import (
-    HISTORY_DIFFERS,
-    REPLICA_LOST,
-    SESSION_CLOSING,
-    SESSION_MOVED,
-    SESSION_NOT_FOUND,
-    STALE_EPOCH,
-    TURN_IN_FLIGHT,
-    error_info,
-    unavailable,
-)
+from serving.wire.errors import SESSION_MOVED, error_info
 from serving.wire.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent
 
 logger = logging.getLogger(__name__)
@@ -59,33 +50,9 @@ T = TypeVar("T")
 RETRY_PAUSE_S = 0.05
 LOG_PAUSE_S = 0.25
 """Between tries while the session log or the controller does not answer."""
-GONE = unavailable("the session's replica is gone and no other could take over in time")
-LOST = unavailable("the replica was lost during the answer", REPLICA_LOST)
 BROKEN_OFF = ErrorInfo(500, "internal_error", "the answer broke off")
 MOST_TAKEOVERS = 3
 """How many losses of a replica in mid-stream a turn survives. Limited because the turn itself may kill its replicas."""
-ENGINE_STOPPED = "engine_stopped"
-RETRIED_CODES = frozenset({STALE_EPOCH, SESSION_MOVED, ENGINE_STOPPED})
-LET_GO = frozenset({STALE_EPOCH, SESSION_MOVED, SESSION_NOT_FOUND})
-"""Errors of a replica that no longer has the session. The first time, the call may just have gone to the wrong one."""
-LOG_AWAY = frozenset({StoreError.code, NoAnswer.code})
-"""Nothing was begun, or it is not known whether it was: a call that can be repeated is retried until this is known."""
-RETRIED_AFTER_FAILURE = frozenset({TURN_IN_FLIGHT, SESSION_NOT_FOUND})
-REFUSED_BY_SESSION = frozenset(
-    {
-        TURN_IN_FLIGHT,
-        SESSION_NOT_FOUND,
-        SESSION_CLOSING,
-        Overloaded.code,  # also of a tenant that may have no more sessions
-        SessionIsTree.code,
-        CapacityExceeded.code,
-        ToolsDiffer.code,
-        ModelChanged.code,
-        HISTORY_DIFFERS,
-    }
-)
-"""Errors of a turn that its session does not take, and that may run without it."""
-CLIENTS_FAULTS = frozenset({400, 413})
 
 
 @dataclass(slots=True)
@@ -133,7 +100,7 @@ class TurnDispatcher:
             self._turns.add(turn)
             try:
                 async with AsyncExitStack() as stack:
-                    attempt = await self._begin(turn, stack)
+                    attempt = await self._begin(turn, turn.call, stack)
                     async with aclosing(self._events(turn, attempt, stack)) as events:
                         yield events
             finally:
@@ -196,9 +163,9 @@ class TurnDispatcher:
             if refusal.code in LET_GO and not asked_anew:
                 asked_anew = True
                 continue
-            if not _retried(refusal, failed):
+            if not is_retried(refusal, failed):
                 raise ServiceError(refusal)
-            self._metrics.failed_over(_cause(refusal))
+            self._metrics.failed_over(failover_cause(refusal))
             await self._pause(deadline_s, refusal)
 
     async def once_log_answers(self, ask: Callable[[], Awaitable[T]]) -> T:
@@ -232,19 +199,39 @@ class TurnDispatcher:
     def forget(self, key: str) -> None:
         self._owners.forget(key)
 
-    async def _begin(self, turn: DispatchedTurn, stack: AsyncExitStack) -> Attempt | None:
-        """The turn's first attempt, as in `_start`. A turn that its session does not take runs without the session, if
-        that is its fallback."""
-        call = turn.call
-        try:
+    async def _begin(self, turn: DispatchedTurn, call: TurnCall, stack: AsyncExitStack) -> Attempt | None:
+        """An attempt, as in `_start`. A turn that its session does not take runs without the session, if that is its
+        fallback."""
+        session = call.session
+        if session is None or session.fallback != "unnamed":
             return await self._start(turn, call, stack)
-        except ServiceError as error:
-            session = call.session
-            if session is None or session.fallback != "unnamed" or error.info.code not in REFUSED_BY_SESSION:
-                raise
-        turn.call = replace(call, session=None)
+        if not self._has_another(turn, session.session_id):
+            try:
+                return await self._start(turn, call, stack)
+            except ServiceError as error:
+                if error.info.code not in REFUSED_BY_SESSION:
+                    raise
+                if error.info.code == ModelChanged.code:  # the next turn opens it anew
+                    await self._close_unheld(session.session_id)
+        turn.call = replace(turn.call, session=None)
         turn.facts.session_id = ""
-        return await self._start(turn, turn.call, stack)
+        return await self._start(turn, replace(call, session=None), stack)
+
+    def _has_another(self, turn: DispatchedTurn, key: str) -> bool:
+        """Whether another turn of this front end is in the session."""
+        others = (each.call.session for each in self._turns if each is not turn)
+        return any(session is not None and session.session_id == key for session in others)
+
+    async def _close_unheld(self, key: str) -> None:
+        """Closes a session that its owner could not take."""
+        owner = self._owners.get(key)
+        if owner is None:
+            return
+        self.forget(key)
+        try:
+            await self._controller.close_session(key, None, None, owner.open_key)
+        except ControllerError as error:
+            logger.warning("%s was not closed: %r", named(key), error)
 
     async def _start(self, turn: DispatchedTurn, call: TurnCall, stack: AsyncExitStack) -> Attempt | None:
         """The attempt at the first replica that answers `call`; None if the turn was aborted before that. Raises
@@ -309,11 +296,12 @@ class TurnDispatcher:
                 self._owners.forget(call.session.session_id)
                 asked_anew = True
                 continue
-            if not _retried(refusal, failed, in_mid_stream=call.resumed is not None):
+            waits = failed and (call.session is None or call.session.fallback != "unnamed")
+            if not is_retried(refusal, waits, in_mid_stream=call.resumed is not None):
                 raise ServiceError(refusal)
             if call.session is not None:
                 self._owners.forget(call.session.session_id)
-            self._metrics.failed_over(_cause(refusal))
+            self._metrics.failed_over(failover_cause(refusal))
             turn.trace.failed_over(refusal.code)
             await self._pause(deadline_s, refusal)
 
@@ -324,7 +312,7 @@ class TurnDispatcher:
             return None
         preferred = None
         if session.create and self._owners.get(session.session_id) is None:
-            preferred = self._replicas.preferred(self._conversations.of_new_session(call))
+            preferred = self._replicas.preferred(self._conversations.affinity(call))
         return await self._find(
             session.session_id,
             deadline_s,
@@ -382,7 +370,7 @@ class TurnDispatcher:
             try:
                 if failure is BROKEN_OFF or not takeovers_left:
                     raise ServiceError(failure)
-                self._metrics.failed_over(_cause(failure))
+                self._metrics.failed_over(failover_cause(failure))
                 turn.trace.failed_over(failure.code)
                 attempt = await self._take_over(turn, stack)
             except ServiceError as error:
@@ -400,7 +388,7 @@ class TurnDispatcher:
             self.forget(call.session.session_id)
         resumed = replace(_for_living_session(call), resumed=turn.progress.begin_again())
         try:
-            attempt = await self._start(turn, resumed, stack)
+            attempt = await self._begin(turn, resumed, stack)
         except ServiceError as error:
             # The call was valid when it began: whatever is wrong with it now, its client cannot correct.
             if error.info.status in CLIENTS_FAULTS:
@@ -441,21 +429,6 @@ def _now_s() -> float:
 
 def _seen(gone: ReplicaGone) -> tuple[str, str]:
     return gone.replica_id, gone.loss.value
-
-
-def _cause(failure: ErrorInfo) -> FailoverCause:
-    lost = failure is GONE or failure is LOST or failure.code == ENGINE_STOPPED
-    return FailoverCause.LOST if lost else FailoverCause.REFUSED
-
-
-def _retried(refusal: ErrorInfo, failed: bool, *, in_mid_stream: bool = False) -> bool:
-    """Whether to try again. Some refusals (RETRIED_AFTER_FAILURE) may come from the remains of a failed attempt. If no
-    attempt failed, they go to the client. A turn in mid-stream also waits for an overloaded replica."""
-    if refusal.code in RETRIED_CODES or refusal.code == "replica_unavailable":
-        return True
-    if in_mid_stream and refusal.code == "overloaded":
-        return True
-    return failed and refusal.code in RETRIED_AFTER_FAILURE
 
 
 def _for_living_session(call: TurnCall, owner: Owner | None = None) -> TurnCall:

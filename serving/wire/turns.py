@@ -151,7 +151,8 @@ class TurnCall(msgspec.Struct, frozen=True):
     the prompt (None: all). A call with a `cache_salt` shares prefixes only with calls of the same salt.
 
     Outside a session, calls with the same `affinity_key` go to the same replica while its load allows it. Of the
-    requests that wait there, the one with the highest `priority` goes first.
+    requests that wait there, the one with the highest `priority` goes first. Without `may_be_kept` nothing that it says
+    gets into the session log.
 
     `strict_calls` are the functions whose schemas the calls in a free answer must follow
     (serving/front/api/openai/tools.py). None: such calls are free, too. It cannot be combined with `constraint`.
@@ -183,6 +184,7 @@ class TurnCall(msgspec.Struct, frozen=True):
     keep_last: int | None = None
     cache_salt: str = ""
     affinity_key: str = ""
+    may_be_kept: bool = True
     priority: int = 0
     strict_calls: str | None = None
     http_request_id: str = ""

@@ -215,6 +215,7 @@ def test_a_turn_that_is_committed_is_not_in_flight(world: World, order: str) -> 
     commit_turn(world.cluster, record)
     if order == "commit first":
         world.cluster.heartbeat(world.a.status, report)
+        assert world.cluster.session("s").used_since_report, "the report's size is that of before the turn"
     assert world.told() == {"s": False}
     world.a.book.commit_turn(turn, record)
     world.a.book.begin_turn("s", 1)

@@ -65,11 +65,16 @@ class Replicas:
         self.rigs = rigs
         self.losses: dict[str, Loss] = {}
         self.dead: set[str] = set()
+        self.cut_off: set[str] = set()
         self.seems_lost = False
         self.unheard: list[asyncio.Task[list[TurnEvent]]] = []
         self.calls: list[tuple[str, TurnCall]] = []
         self.delivered = asyncio.Event()
         self.delivered.set()
+
+    def lose(self, replica_id: str) -> None:
+        """Loses the replica with the next event of a turn that runs there."""
+        self.cut_off.add(replica_id)
 
     async def broadcast(self, call: AnyCall, _timeout_s: float | None = None) -> list[int]:
         assert isinstance(call, Abort)
@@ -121,7 +126,7 @@ class Replicas:
             event = await anext(events, None)
             if event is None:
                 return
-            if lost is not None and lost(number, event):
+            if (lost is not None and lost(number, event)) or replica_id in self.cut_off:
                 self.dead.add(replica_id)
                 raise ReplicaGone(replica_id, Seen.DIED)
             number += 1

@@ -195,9 +195,10 @@ async def _behind(
     session = await service.session(previous.session_id, tenant=tenant)
     if session is None:
         return anew
-    here = dataclasses.replace(anew, end_len=turns[at].end_len)
-    if at == len(turns) - 1 and not turns[at].is_cut:
-        return dataclasses.replace(here, session_id=previous.session_id, next_turn=session.turns)
+    here, next_turn = dataclasses.replace(anew, end_len=turns[at].end_len), turns[at].turn_index + 1
+    # The session may have had another turn since `turns` were read, which this one must not cut off.
+    if at == len(turns) - 1 and not turns[at].is_cut and session.turns == next_turn:
+        return dataclasses.replace(here, session_id=previous.session_id, next_turn=next_turn)
     return dataclasses.replace(here, fork_of=previous.session_id)
 
 

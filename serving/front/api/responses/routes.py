@@ -217,6 +217,7 @@ def _plan(
         session=session,
         tenant=tenant,
         affinity_key=affinity_key,
+        may_be_kept=session is not None,
         priority=priority,
         **answer_fields(model, held, use),
     )

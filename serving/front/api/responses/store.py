@@ -180,7 +180,7 @@ async def note_begun(service: TurnService, turn: SessionTurn, tenant: str) -> Se
     if turn.create:
         await service.open_session(turn.session_id, timeout_s=None, capacity_tokens=None, tenant=tenant)
     await service.keep_note(turn.session_id, note, expected_turn=turn.expected_turn, tenant=tenant)
-    return replace(turn, create=False, expected_turn=(turn.expected_turn or 0) + 1)
+    return replace(turn, create=False, expected_turn=(turn.expected_turn or 0) + 1, fallback=None)
 
 
 async def note_ended(service: TurnService, stored: StoredResponse, end: TurnEvent, tenant: str) -> None:

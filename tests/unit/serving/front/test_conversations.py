@@ -66,7 +66,7 @@ def test_a_key_only_says_where_a_new_conversation_goes() -> None:
     front_end.note(call(front_end, "one", affinity_key="l"), "a")
     on = call(front_end, "one", "answer", "two", affinity_key="k")
     assert front_end.affinity(on).holder == "a"
-    assert front_end.affinity(replace(on, session=SessionTurn("s"))) == (None, None, False)
+    assert front_end.affinity(replace(on, session=SessionTurn("s"))) == front_end.affinity(on)
     kept = Conversations(100, durable_timeout_s=60.0)
     named = [call(kept, "one", "answer", "two", affinity_key=key).session for key in ("k", "l", "")]
     assert named[0] == named[1] == named[2] is not None
@@ -105,15 +105,25 @@ def test_a_whole_conversation_that_is_stored_anew_goes_where_it_was() -> None:
         return front_end.recognized(asked)
 
     front_end = Conversations(100)
-    assert front_end.of_new_session(stored("s", "one")).holder is None
+    assert front_end.affinity(stored("s", "one")).holder is None
     front_end.note(stored("s", "one"), "a")
     on = stored("t", "one", "answer", "two")
-    assert front_end.of_new_session(on).holder == "a"
+    assert front_end.affinity(on).holder == "a"
     front_end.note(replace(on, session=SessionTurn("t", create=True)), "b")
-    assert front_end.of_new_session(on).holder == "a", "new messages alone are no conversation"
-    assert front_end.of_new_session(on).home is None
-    keyed = front_end.of_new_session(replace(on, affinity_key="k"))
+    assert front_end.affinity(on).holder == "a", "new messages alone are no conversation"
+    assert front_end.affinity(on).home is None
+    keyed = front_end.affinity(replace(stored("u", "another"), affinity_key="k"))
+    assert keyed.holder is None, "it has only the rules"
     assert keyed.home == front_end.affinity(call(front_end, "other", affinity_key="k")).home is not None
+
+
+def test_a_conversation_that_is_kept_begins_where_it_would_be_without() -> None:
+    """Its second turn may come through another front end than its first."""
+    kept, other = (Conversations(100, shared=True, durable_timeout_s=each) for each in (60.0, None))
+    second = call(kept, "one", "answer", "two")
+    assert second.session is not None
+    assert kept.affinity(second) == other.affinity(call(other, "one", "answer", "two"))
+    assert kept.affinity(second).home is not None
 
 
 def test_a_replica_that_is_gone_has_nothing_and_who_had_the_conversation_before_it_is_known() -> None:

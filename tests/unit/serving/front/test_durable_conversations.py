@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from controllers.errors import Overloaded
+from controllers.errors import Overloaded, TurnInFlight
 from engine.api import LogprobParams, SamplingParams
 from serving.front.conversations import Conversations
-from serving.wire.turns import ChatPrompt, Fallback, OutputConstraint, ServiceError, SessionTurn, TurnCall
+from serving.wire.turn_events import merge_events
+from serving.wire.turns import (
+    ChatPrompt,
+    ErrorInfo,
+    Fallback,
+    OutputConstraint,
+    ServiceError,
+    SessionTurn,
+    TurnCall,
+    TurnEvent,
+)
 from tests.unit.serving.failover_rig import running_failover
 from tests.unit.serving.replica_rig import call
 
@@ -64,6 +77,7 @@ def test_what_is_kept_elsewhere_or_nowhere() -> None:
     assert durable("one", "answer", "two", session=named) == named
     assert durable("one", "answer", "two", logprobs=LogprobParams(output=True, input_start=0)) is None
     assert durable("one", "answer", "two", cache_salt="salt") is None
+    assert durable("one", "answer", "two", may_be_kept=False) is None
     unkept = Conversations(100).recognized(asked("one", "answer", "two"))
     assert unkept.session is None
 
@@ -78,7 +92,7 @@ def in_session(fallback: Fallback | None, text: int = 5) -> TurnCall:
 async def test_while_its_session_has_another_turn(tmp_path: Path, fallback: Fallback | None) -> None:
     async with running_failover(tmp_path) as served:
         served.open_session("s")
-        first = served.events(in_session(None))
+        first = served.rigs[0].events(in_session(None), 1)  # through another front end
         await anext(first)
         if fallback == "unnamed":
             second = await served.turn(in_session(fallback, 8))
@@ -92,6 +106,66 @@ async def test_while_its_session_has_another_turn(tmp_path: Path, fallback: Fall
         assert rest[-1].finish is not None
         assert served.committed("s")[0] == 1
         await served.settled()
+
+
+async def test_of_turns_at_once_one_is_in_the_session_and_none_waits(tmp_path: Path) -> None:
+    """Such as several choices, or what a program asks that begins all its requests with the same examples."""
+    async with running_failover(tmp_path) as served:
+        served.open_session("s")
+        turns = await asyncio.gather(*(served.turn(in_session("unnamed", 5 + number)) for number in range(4)))
+        assert sorted(str(each.turn_index) for each in turns) == ["0", "None", "None", "None"]
+        assert sum(asked.session is not None for _, asked in served.replicas.calls) == 1
+        await served.settled()
+
+
+@pytest.mark.parametrize("lost", ["closed", "in another turn"])
+async def test_a_turn_goes_on_elsewhere_although_its_session_takes_it_no_more(
+    tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client named no session, and must not hear of one."""
+    async with running_failover(tmp_path) as served:
+        served.open_session("s")
+        calm = await served.turn(call([5, 6, 7], None, max_new_tokens=30))
+        events = served.events(in_session("unnamed"))
+        heard = [await anext(events) for _ in range(3)]
+        if lost == "closed":
+            served.cluster.close_session("s")
+        else:
+            monkeypatch.setattr(served.rigs[1].sessions, "begin_turn", busy)
+        served.replicas.lose("a")
+        heard += [event async for event in events]
+        whole = merge_events(heard)
+        assert (whole.error, whole.token_ids) == (None, calm.token_ids)
+
+
+def busy(*_: Any, **__: Any) -> None:
+    raise TurnInFlight("another turn is in flight")
+
+
+async def test_a_session_of_another_model_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next turn begins it anew. It used to be loaded and refused at each turn."""
+    async with running_failover(tmp_path) as served:
+        served.open_session("s")
+        turn = served.replicas.turn
+
+        @asynccontextmanager
+        async def changed(replica_id: str, call: TurnCall, epoch: int | None) -> AsyncIterator[Any]:
+            if call.session is None:
+                async with turn(replica_id, call, epoch) as events:
+                    yield events
+            else:
+                yield aiter_of(TurnEvent(error=ErrorInfo(409, "model_changed", "another model")))
+
+        monkeypatch.setattr(served.replicas, "turn", changed)
+        answer = await served.turn(in_session("unnamed"))
+        assert (answer.error, answer.completion_tokens) == (None, 30)
+        assert served.cluster.sessions() == []
+
+
+async def aiter_of(event: TurnEvent) -> AsyncIterator[TurnEvent]:
+    yield event
 
 
 async def test_where_no_more_sessions_may_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

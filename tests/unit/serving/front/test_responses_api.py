@@ -103,6 +103,34 @@ async def test_the_owner_knows_whether_a_session_has_a_turn(
     assert len(served.service.cluster.sessions()) == 1
 
 
+async def test_a_turn_that_has_come_between_is_not_cut_off(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was committed after the history was read, and before the number of the next turn was."""
+    first = await served.ask("one")
+    session, came_between = served.service.session, list[Any]()
+
+    async def later(session_id: str, *, tenant: str) -> SessionInfo | None:
+        if not came_between:
+            came_between.append(None)
+            came_between.append(await served.ask("left", previous_response_id=first.id))
+        return await session(session_id, tenant=tenant)
+
+    monkeypatch.setattr(served.service, "session", later)
+    right = await served.ask("right", previous_response_id=first.id)
+    assert right.output_text == expected([user("one"), said(first), user("right")])
+    left = await served.client.responses.retrieve(came_between[1].id)
+    assert left.output_text == expected([user("one"), said(first), user("left")])
+
+
+async def test_what_is_not_stored_is_not_kept_otherwise(served: Served) -> None:
+    """The setting sessions.unnamed.durable keeps what may be kept."""
+    await served.ask("one", store=False)
+    await served.ask("one")
+    await served.ask("one", extra_headers={"x-session-id": "s"})
+    assert [call.may_be_kept for call in served.service.calls] == [False, True, True]
+
+
 async def test_other_instructions_or_tools_are_taken_with_all_that_was_said(served: Served) -> None:
     first = await served.ask("one", instructions="Be short.")
     second = await served.ask("two", previous_response_id=first.id, instructions="Be long.")
