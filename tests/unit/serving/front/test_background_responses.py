@@ -15,7 +15,9 @@ import pytest
 from serving.front.api.keys import KeyRing
 from serving.front.api.responses import background as responses_background
 from serving.front.api.responses.background import BackgroundResponses
+from serving.front.api.responses.store import note_begun
 from serving.front.http import create_http_app
+from serving.wire.turns import SessionTurn
 from tests.unit.serving.local_service import LocalService, http_server, local_service
 from tests.unit.serving.responses_client import GREEDY, expected, said, user
 
@@ -337,3 +339,15 @@ async def test_tenants_do_not_see_each_others(alone: FrontEnd) -> None:
     with pytest.raises(openai.NotFoundError):
         await theirs.delete(begun.id)
     assert (await alone.client.responses.retrieve(begun.id)).status == "queued"
+
+
+async def test_the_turn_of_one_that_has_begun_has_no_other_place() -> None:
+    """Nobody runs it elsewhere, so it waits as long as any turn."""
+
+    class Log:
+        async def keep_note(self, *_: object, **__: object) -> None:
+            pass
+
+    turn = SessionTurn("s", create=False, expected_turn=1, note=b"{}", fallback="elsewhere")
+    begun = await note_begun(Log(), turn, "")  # type: ignore[arg-type]
+    assert (begun.fallback, begun.expected_turn) == (None, 2)
