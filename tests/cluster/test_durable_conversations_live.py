@@ -14,7 +14,10 @@ INGRESS = "ray::ServeReplica:kedge:Ingress"
 
 
 def durable(document: dict[str, Any]) -> None:
-    document["applications"][0]["args"].setdefault("sessions", {})["unnamed"] = {"durable": True}
+    document["applications"][0]["args"].setdefault("sessions", {})["unnamed"] = {
+        "durable": True,
+        "affinity": {"cookie": "stick"},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +92,19 @@ def test_it_is_a_session_of_the_log(cluster: ServedCluster, client: httpx.Client
     assert session_of(cluster)["turns"] == 3
     shown = client.get(f"/v1/kedge/sessions/{session['session_id']}?messages=true").json()
     assert [each["role"] for each in shown["messages"]] == ["user", "assistant"] * 4
+
+
+def test_what_has_the_same_cookie_begins_at_one_replica(cluster: ServedCluster, client: httpx.Client) -> None:
+    def replicas_of(cookies: list[str]) -> set[str]:
+        for name in cluster.sessions():
+            client.post("/close_session", json={"session_id": name}).raise_for_status()
+        for number, cookie in enumerate(cookies):
+            body = {"input": f"{cookie} {number}", "max_output_tokens": 2}
+            client.post("/v1/responses", json=body, headers={"cookie": f"stick={cookie}"}).raise_for_status()
+        return {session["replica_id"] for session in cluster.sessions().values()}
+
+    assert len(replicas_of(["a"] * 8)) == 1
+    assert len(replicas_of([str(number) for number in range(24)])) == 2
 
 
 def test_a_drained_replica_hands_it_over(cluster: ServedCluster, client: httpx.Client) -> None:
