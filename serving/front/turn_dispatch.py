@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -53,6 +53,18 @@ LOG_PAUSE_S = 0.25
 BROKEN_OFF = ErrorInfo(500, "internal_error", "the answer broke off")
 MOST_TAKEOVERS = 3
 """How many losses of a replica in mid-stream a turn survives. Limited because the turn itself may kill its replicas."""
+
+
+class Opening(NamedTuple):
+    """Whether a session that does not exist is opened, at the `preferred` replica if its load allows it, and with which
+    idle timeout (None: the default)."""
+
+    create: bool = False
+    preferred: str | None = None
+    timeout_s: float | None = None
+
+
+NO_OPENING = Opening()
 
 
 @dataclass(slots=True)
@@ -147,7 +159,7 @@ class TurnDispatcher:
         deadline_s = _now_s() + self._failover_timeout_s
         failed = asked_anew = False
         while True:
-            owner = await self._find(key, deadline_s, create=False)
+            owner = await self._find(key, deadline_s)
             try:
                 return await self._replicas.call(owner.replica_id, call_at(owner.epoch))
             except ReplicaGone as gone:
@@ -178,20 +190,15 @@ class TurnDispatcher:
             except StoreError as error:
                 await self._pause(deadline_s, error_info(error))
 
-    async def owner_of(
-        self,
-        key: str,
-        *,
-        create: bool = False,
-        preferred: str | None = None,
-        timeout_s: float | None = None,
-    ) -> Owner:
-        """The session's owner, from the cache or the controller. A new session goes to the `preferred` replica if its
-        load allows it, and has this idle timeout. Raises ControllerError."""
+    async def owner_of(self, key: str, opening: Opening = NO_OPENING) -> Owner:
+        """The session's owner, from the cache or the controller, which opens it as `opening` says. Raises
+        ControllerError."""
         owner = self._owners.get(key)
         if owner is None:
             self._metrics.looked_up()
-            assignment = await self._controller.resolve(key, create, tenant_in(key), preferred, timeout_s)
+            assignment = await self._controller.resolve(
+                key, opening.create, tenant_in(key), opening.preferred, opening.timeout_s
+            )
             owner = Owner(assignment.replica_id, assignment.epoch, assignment.open_key)
             self._owners.put(key, owner)
         return owner
@@ -313,27 +320,14 @@ class TurnDispatcher:
         preferred = None
         if session.create and self._owners.get(session.session_id) is None:
             preferred = self._replicas.preferred(self._conversations.affinity(call))
-        return await self._find(
-            session.session_id,
-            deadline_s,
-            create=session.create,
-            preferred=preferred,
-            timeout_s=session.timeout_s,
-        )
+        opening = Opening(session.create, preferred, session.timeout_s)
+        return await self._find(session.session_id, deadline_s, opening)
 
-    async def _find(
-        self,
-        key: str,
-        deadline_s: float,
-        *,
-        create: bool,
-        preferred: str | None = None,
-        timeout_s: float | None = None,
-    ) -> Owner:
+    async def _find(self, key: str, deadline_s: float, opening: Opening = NO_OPENING) -> Owner:
         """The session's owner. Waits while no replica can take it or the session log does not answer."""
         while True:
             try:
-                return await self.owner_of(key, create=create, preferred=preferred, timeout_s=timeout_s)
+                return await self.owner_of(key, opening)
             except (NoReplica, StoreError) as error:
                 await self._pause(deadline_s, error_info(error))
             except ControllerError as error:

@@ -349,5 +349,6 @@ async def test_the_turn_of_one_that_has_begun_has_no_other_place() -> None:
             pass
 
     turn = SessionTurn("s", create=False, expected_turn=1, note=b"{}", fallback="elsewhere")
-    begun = await note_begun(Log(), turn, "")  # type: ignore[arg-type]
+    log: Any = Log()
+    begun = await note_begun(log, turn, "")
     assert (begun.fallback, begun.expected_turn) == (None, 2)
