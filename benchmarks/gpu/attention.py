@@ -1,5 +1,5 @@
 """Our paged attention against its limits: for decode the bytes of KV over the copy bandwidth, for extend the rate of
-the fastest library: torch's flash attention, cuDNN's, or FlashAttention where the engine's flash backend finds it."""
+torch's flash attention."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from benchmarks.gpu.attention_scene import Case, Heads, Scene
 from benchmarks.gpu.ceilings import Ceilings, measure_ceilings
 from benchmarks.gpu.sdpa import cudnn_rate, flash_rate
 from benchmarks.gpu.stage import Stage
-from engine.attention.flash_backend import FlashAttention, find_flash
-from engine.attention.interface import AttentionUnavailable
-from engine.attention.kv_writer import write_rows
 from engine.attention.triton_backend import TritonAttention
 
 DECODE_TARGET, RAGGED_TARGET = 0.85, 0.75
@@ -108,34 +105,25 @@ def run(stage: Stage) -> None:
 def decode(stage: Stage, ceilings: Ceilings, target: float | None, case: Case) -> None:
     scene = Scene(stage, case)
     timing = scene.time(TritonAttention)
-    error, beside_s = scene.error, flash_backend_s(stage, scene)
     rate = case.kv_bytes / timing.median_s
-    note = f"{timing.median_s * 1e6:,.0f} us by {timing.by}, error {error:.1e}"
-    if beside_s is not None:
-        note += f"; flash {beside_s * 1e6:,.0f} us"
     stage.row(
         _name(case), rate / 1e9, "GB/s", limit=ceilings.copy / 1e9, share=rate / ceilings.copy, target=target,
-        note=note,
-        details={"bytes": case.kv_bytes, "seconds": timing.median_s, "best_s": timing.best_s, "error": error,
-                 "flash_s": beside_s},
+        note=f"{timing.median_s * 1e6:,.0f} us by {timing.by}, error {scene.error:.1e}",
+        details={"bytes": case.kv_bytes, "seconds": timing.median_s, "best_s": timing.best_s, "error": scene.error},
     )  # fmt: skip
 
 
 def extend(stage: Stage, target: float | None, case: Case) -> None:
     scene = Scene(stage, case)
     timing = scene.time(TritonAttention)
-    error, beside_s = scene.error, flash_backend_s(stage, scene)
-    rates = {"torch's flash": flash_rate(stage, case), "cuDNN": cudnn_rate(stage, case)}
-    rates["flash backend, paged"] = None if beside_s is None else case.operations / beside_s
-    known = {name: rate for name, rate in rates.items() if rate is not None}
-    best = max(known.values())
+    flash, cudnn = flash_rate(stage, case), cudnn_rate(stage, case)
     rate = case.operations / timing.median_s
-    note = f"{timing.median_s * 1e6:,.0f} us, error {error:.1e}; " + ", ".join(
-        f"{name} {each / 1e12:.0f}" for name, each in known.items()
-    )
+    note = f"{timing.median_s * 1e6:,.0f} us by {timing.by}, error {scene.error:.1e}, limit is torch's flash"
+    if cudnn is not None:
+        note += f"; cuDNN {cudnn / 1e12:.0f} TFLOP/s"
     stage.row(
-        _name(case), rate / 1e12, "TFLOP/s", limit=best / 1e12, share=rate / best, target=target, note=note,
-        details={"operations": case.operations, "seconds": timing.median_s, "error": error, "flop_per_s": known},
+        _name(case), rate / 1e12, "TFLOP/s", limit=flash / 1e12, share=rate / flash, target=target, note=note,
+        details={"operations": case.operations, "seconds": timing.median_s, "error": scene.error, "cudnn": cudnn},
     )  # fmt: skip
 
 
@@ -143,25 +131,12 @@ def together(stage: Stage, ceilings: Ceilings, case: Case) -> None:
     """The floor is the longer of reading all KV once and doing all operations at the matrix rate."""
     scene = Scene(stage, case)
     timing = scene.time(TritonAttention)
-    error, beside_s = scene.error, flash_backend_s(stage, scene)
     floor_s = max(case.kv_bytes / ceilings.copy, case.operations / ceilings.bf16)
-    note = f"by {timing.by}, error {error:.1e}; limit is the floor"
-    if beside_s is not None:
-        note += f"; flash {beside_s * 1e6:,.0f} us"
     stage.row(
-        _name(case), timing.median_s * 1e6, "us", limit=floor_s * 1e6, share=floor_s / timing.median_s, note=note,
-        details={"bytes": case.kv_bytes, "operations": case.operations, "error": error, "flash_s": beside_s},
+        _name(case), timing.median_s * 1e6, "us", limit=floor_s * 1e6, share=floor_s / timing.median_s,
+        note=f"by {timing.by}, error {scene.error:.1e}; limit is the floor",
+        details={"bytes": case.kv_bytes, "operations": case.operations, "error": scene.error},
     )  # fmt: skip
-
-
-def flash_backend_s(stage: Stage, scene: Scene) -> float | None:
-    """How long the flash backend takes for the same step; None if it cannot run here."""
-    try:
-        flash = find_flash(stage.device)
-        return scene.time(lambda pool: FlashAttention(pool, flash, write=write_rows)).median_s
-    except AttentionUnavailable as error:
-        print(f"flash backend: {error.why}", flush=True)
-        return None
 
 
 def _name(case: Case) -> str:

@@ -90,7 +90,7 @@ def _flash(place: _Place) -> TableAttention:
         raise AttentionUnavailable("flash", "it needs a GPU")
     from engine.attention.flash_backend import FlashAttention, find_flash
 
-    flash = find_flash(place.device)
+    flash = find_flash()
     if triton_trouble(place.device) is not None:
         return FlashAttention(place.pool, flash, place.sinks)
     from engine.attention.kv_writer import write_rows

@@ -1,9 +1,8 @@
-"""Attention with flash-attention's kernels, over pages where they lie.
+"""Attention with the flash-attention kernels that vllm ships, over pages where they lie.
 
-Three builds are known. `vllm.vllm_flash_attn`, inside vllm, and the older package `vllm_flash_attn` have a function
-`flash_attn_varlen_func` that takes paged keys and values with a `block_table`; their signatures differ. The package
-`fa3-fwd`, FlashAttention 3 for Hopper GPUs, has `flash_attn_with_kvcache`, which takes the same under other names. The
-arguments depend on the build that is found.
+Two builds are known: `vllm.vllm_flash_attn`, inside vllm, and the older package `vllm_flash_attn`. Their function
+`flash_attn_varlen_func` takes paged keys and values with a `block_table`, but with different signatures. The arguments
+depend on the build that is found.
 
 Masked keys are multiplied by weights of zero in blocks of up to BLOCK tokens, so their memory must hold finite numbers.
 Therefore the pools are zeroed once, and dead or missing entries of a page table are replaced by the item's own last
@@ -25,14 +24,9 @@ import torch
 from torch import Tensor
 
 from engine.attention.interface import AttentionStep, AttentionTables, AttentionUnavailable, LayerTraits
-from engine.device import compute_capability
 from engine.runner.kv_pool import KVPool, PagedKV
 
-MODULES = ("vllm.vllm_flash_attn", "fa3_fwd_interface", "vllm_flash_attn")
-WITH_CACHE = "fa3_fwd_interface"
-HOPPER = 9
-"""The major compute capability that FlashAttention 3 is compiled for."""
-
+MODULES = ("vllm.vllm_flash_attn", "vllm_flash_attn")
 BLOCK = 256
 """The most keys that a kernel reads as one block: it looks up pages that far past an item's end."""
 
@@ -40,14 +34,12 @@ MAX_HEAD_DIM = 256
 MAX_SINK_HEADS = 64
 _NEEDED = frozenset(("q", "k", "v", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "block_table"))
 _NEEDED_TRAITS = frozenset(("softmax_scale", "causal", "window_size", "softcap"))
-_WITH_CACHE = {"k": "k_cache", "v": "v_cache", "block_table": "page_table", "seqused_k": "cache_seqlens"}
-"""What `flash_attn_with_kvcache` calls the arguments of `flash_attn_varlen_func`. It takes no `max_seqlen_k`."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlashFunction:
-    """The function of the module `source`, called like `flash_attn_varlen_func`. `version` is passed as fa_version;
-    None if there is no such argument."""
+    """`flash_attn_varlen_func` of the module `source`. `version` is passed as fa_version; None if there is no such
+    argument."""
 
     call: Callable[..., Any]
     source: str
@@ -60,22 +52,17 @@ class FlashFunction:
         return "s_aux" in self.takes and self.version == 3
 
 
-def find_flash(device: torch.device) -> FlashFunction:
-    """The first build that can be imported and runs on this GPU. Raises AttentionUnavailable if there is none."""
+def find_flash() -> FlashFunction:
+    """The first build that can be imported. Raises AttentionUnavailable if there is none that this GPU can run."""
     reasons = []
     for source in MODULES:
         try:
             module = importlib.import_module(source)
         except (ImportError, OSError, RuntimeError) as error:
             reasons.append(f"{source}: {error}")
-            continue
-        if source == WITH_CACHE:
-            if (compute_capability(device) or 0) // 10 != HOPPER:
-                reasons.append(f"{source}: it needs a GPU of compute capability {HOPPER}")
-                continue
-            return read_function_with_cache(module.flash_attn_with_kvcache, source)
-        supports = getattr(module, "is_fa_version_supported", None)
-        return read_function(module.flash_attn_varlen_func, source, supports)
+        else:
+            supports = getattr(module, "is_fa_version_supported", None)
+            return read_function(module.flash_attn_varlen_func, source, supports)
     raise AttentionUnavailable("flash", "; ".join(reasons))
 
 
@@ -96,21 +83,6 @@ def read_function(
     if not versions:
         raise AttentionUnavailable("flash", f"{source} has no version for this GPU")
     return FlashFunction(call, source, versions[0], takes)
-
-
-def read_function_with_cache(attend: Callable[..., Any], source: str) -> FlashFunction:
-    """Reads the signature of a `flash_attn_with_kvcache`. Raises AttentionUnavailable if it cannot do what is needed
-    here."""
-    takes = frozenset(inspect.signature(attend).parameters)
-    needed = (_NEEDED | _NEEDED_TRAITS | {"seqused_k"}) - {"max_seqlen_k"}
-    missing = sorted({_WITH_CACHE.get(name, name) for name in needed} - takes)
-    if missing:
-        raise AttentionUnavailable("flash", f"{source} does not take {', '.join(missing)}")
-
-    def call(*, max_seqlen_k: int, **arguments: Any) -> Any:  # noqa: ARG001 (it reads the width of the table)
-        return attend(**{_WITH_CACHE.get(name, name): value for name, value in arguments.items()})
-
-    return FlashFunction(call, source, None, _NEEDED | _NEEDED_TRAITS | {"seqused_k"})
 
 
 class KVWriter(Protocol):

@@ -1,4 +1,4 @@
-"""Stands in for flash-attention's kernels: it has the real signatures, checks and blind spots of their builds.
+"""Stands in for the flash-attention kernels of vllm: it has their real signatures, checks and blind spots.
 
 It computes in float64. Like the kernels, it multiplies whole blocks of keys and gives masked keys the weight zero, so a
 NaN anywhere in a block shows. It looks up pages as far as its last block reaches. With one query an item it takes row b
@@ -36,15 +36,6 @@ STANDALONE = """(
 )"""
 """The signature in vllm_flash_attn 2.6.2."""
 
-WITH_CACHE = """(
-    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
-    cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
-    max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
-    causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
-    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
-)"""
-"""The signature of `flash_attn_with_kvcache` in fa3_fwd_interface of fa3-fwd 0.0.3."""
-
 
 @dataclass(slots=True)
 class Calls:
@@ -58,8 +49,6 @@ def stand_in(signature: str, calls: Calls) -> Callable[..., Tensor]:
 
     def compute(arguments: dict[str, Any]) -> Tensor:
         calls.seen.append(arguments)
-        if "k_cache" in arguments:
-            return _attend_with_cache(arguments)
         return _attend(**arguments)
 
     source = f"def flash_attn_varlen_func{signature}:\n    return compute(dict(locals()))\n"
@@ -67,31 +56,6 @@ def stand_in(signature: str, calls: Calls) -> Callable[..., Tensor]:
     exec(source, names)
     function: Callable[..., Tensor] = names["flash_attn_varlen_func"]
     return function
-
-
-def _attend_with_cache(arguments: dict[str, Any]) -> Tensor:
-    others = ("k", "v", "qv", "rotary_cos", "cache_batch_idx", "cache_leftpad", "return_softmax_lse")
-    assert not any(arguments[name] for name in others)
-    table = arguments["page_table"]
-    return _attend(
-        k=arguments["k_cache"],
-        v=arguments["v_cache"],
-        block_table=table,
-        seqused_k=arguments["cache_seqlens"],
-        max_seqlen_k=table.shape[1] * arguments["k_cache"].shape[1],
-        **{
-            name: arguments[name]
-            for name in (
-                "q",
-                "cu_seqlens_q",
-                "max_seqlen_q",
-                "softmax_scale",
-                "causal",
-                "window_size",
-                "softcap",
-            )
-        },
-    )
 
 
 def _attend(

@@ -53,7 +53,7 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_flash(monkeypatch: pytest.MonkeyPatch, version: int | None = 3) -> None:
     takes = frozenset({"seqused_k", "s_aux", "fa_version"})
     function = FlashFunction(lambda: None, "a stand-in", version, takes)
-    monkeypatch.setattr(flash_backend, "find_flash", lambda _device: function)
+    monkeypatch.setattr(flash_backend, "find_flash", lambda: function)
 
 
 def without_flash(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,36 +5,27 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from flash_standin import IN_VLLM, STANDALONE, WITH_CACHE, Calls, stand_in
+from flash_standin import IN_VLLM, STANDALONE, Calls, stand_in
 from table_scene import Padding, TableScene
 
 from engine.attention import flash_backend
-from engine.attention.flash_backend import (
-    FlashAttention,
-    FlashFunction,
-    find_flash,
-    read_function,
-    read_function_with_cache,
-)
+from engine.attention.flash_backend import FlashAttention, FlashFunction, find_flash, read_function
 from engine.attention.interface import AttentionTables, AttentionUnavailable, LayerTraits
 from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings, KVDType
 
 CPU = torch.device("cpu")
-BUILDS = {"in vllm": IN_VLLM, "standalone": STANDALONE, "with cache": WITH_CACHE}
+BUILDS = {"in vllm": IN_VLLM, "standalone": STANDALONE}
 
 
 def function(build: str, calls: Calls | None = None, version: int = 3) -> FlashFunction:
     call = stand_in(BUILDS[build], calls or Calls())
-    if build == "with cache":
-        return read_function_with_cache(call, build)
     return read_function(call, build, lambda wanted: wanted == version)
 
 
@@ -109,8 +100,6 @@ def test_what_each_build_is_called_with(build: str) -> None:
         assert full["fa_version"] == 3
         assert full["cu_seqlens_k"] is None
         assert full["seqused_k"].tolist() == scene.lengths
-    elif build == "with cache":
-        assert full["cache_seqlens"].tolist() == scene.lengths
     else:
         assert full["cu_seqlens_k"].diff().tolist() == scene.lengths
 
@@ -201,41 +190,15 @@ def test_the_first_build_that_imports_is_taken(monkeypatch: pytest.MonkeyPatch) 
         return modules[name]
 
     monkeypatch.setattr(flash_backend.importlib, "import_module", import_module)
-    monkeypatch.setattr(flash_backend, "compute_capability", lambda _device: 90)
-    assert (find_flash(CPU).source, find_flash(CPU).version) == ("vllm_flash_attn", None)
-    hopper = ModuleType("fa3_fwd_interface")
-    hopper.flash_attn_with_kvcache = stand_in(WITH_CACHE, Calls())  # type: ignore[attr-defined]
-    modules["fa3_fwd_interface"] = hopper
-    assert (find_flash(CPU).source, find_flash(CPU).version) == ("fa3_fwd_interface", None)
+    assert (find_flash().source, find_flash().version) == ("vllm_flash_attn", None)
     in_vllm = ModuleType("vllm.vllm_flash_attn")
     in_vllm.flash_attn_varlen_func = stand_in(IN_VLLM, Calls())  # type: ignore[attr-defined]
     in_vllm.is_fa_version_supported = lambda version: version == 2  # type: ignore[attr-defined]
     modules["vllm.vllm_flash_attn"] = in_vllm
-    assert (find_flash(CPU).source, find_flash(CPU).version) == ("vllm.vllm_flash_attn", 2)
+    assert (find_flash().source, find_flash().version) == ("vllm.vllm_flash_attn", 2)
     modules.clear()
     with pytest.raises(AttentionUnavailable, match="No module named 'vllm_flash_attn'"):
-        find_flash(CPU)
-
-
-def test_flash_attention_3_is_passed_over_on_other_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    hopper = ModuleType("fa3_fwd_interface")
-    hopper.flash_attn_with_kvcache = stand_in(WITH_CACHE, Calls())  # type: ignore[attr-defined]
-    for source in flash_backend.MODULES:
-        monkeypatch.setitem(sys.modules, source, None)
-    monkeypatch.setitem(sys.modules, hopper.__name__, hopper)
-    for capability in (None, 80, 89, 100, 120):
-        monkeypatch.setattr(flash_backend, "compute_capability", lambda _device, found=capability: found)
-        with pytest.raises(AttentionUnavailable, match="compute capability 9"):
-            find_flash(CPU)
-    monkeypatch.setattr(flash_backend, "compute_capability", lambda _device: 90)
-    assert find_flash(CPU).source == "fa3_fwd_interface"
-
-
-def test_a_function_without_pages_is_refused() -> None:
-    def older(q: object, k_cache: object, v_cache: object) -> None: ...
-
-    with pytest.raises(AttentionUnavailable, match="page_table"):
-        read_function_with_cache(older, "an older build")
+        find_flash()
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +206,7 @@ def real() -> FlashFunction:
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     try:
-        return find_flash(torch.device("cuda"))
+        return find_flash()
     except AttentionUnavailable as error:
         pytest.skip(str(error))
 
