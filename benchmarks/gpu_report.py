@@ -65,7 +65,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/gpu_<card>.json")
     parser.add_argument("--limit-s", type=float, help="for all sections together")
     parser.add_argument(
-        "--cases", default="", help="attention, operators, tune: only cases whose names hold one of these"
+        "--cases",
+        default="",
+        help="attention, decode, operators, tune: only cases whose names hold one of these",
     )
     parser.add_argument("--tests", default="", help="checks: paths instead of the usual ones, by commas")
     parser.add_argument(

@@ -19,12 +19,14 @@ NAMES_KEPT = 12
 @dataclass(frozen=True, slots=True)
 class Busy:
     """`span_s`: seconds from the start of the first piece of work to the end of the last. `busy_s`: the part of them
-    with at least one piece running. `slowest` has the names that took the most time in total."""
+    with at least one piece running. `slowest` has the names that took the most time in total, and `counts` how often
+    each of them ran."""
 
     span_s: float
     busy_s: float
     pieces: int
     slowest: dict[str, float]
+    counts: dict[str, int]
 
     @property
     def idle_share(self) -> float:
@@ -52,12 +54,14 @@ def read_busy(events: Iterable[dict[str, object]], kinds: set[str]) -> Busy:
     """`events` as in a Chrome trace, times in microseconds. Raises ValueError if none is of `kinds`."""
     spans: list[tuple[float, float]] = []
     by_name: dict[str, float] = {}
+    counts: dict[str, int] = {}
     for event in events:
         if event.get("cat") in kinds and event.get("ph") == "X":
             begin, length = float(event["ts"]), float(event["dur"])  # type: ignore[arg-type]
             spans.append((begin, begin + length))
             name = str(event["name"])
             by_name[name] = by_name.get(name, 0.0) + length / 1e6
+            counts[name] = counts.get(name, 0) + 1
     if not spans:
         raise ValueError("the profiler recorded no work")
     spans.sort()
@@ -66,4 +70,5 @@ def read_busy(events: Iterable[dict[str, object]], kinds: set[str]) -> Busy:
         busy += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
     slowest = dict(sorted(by_name.items(), key=lambda entry: -entry[1])[:NAMES_KEPT])
-    return Busy((reached - spans[0][0]) / 1e6, busy / 1e6, len(spans), slowest)
+    times = {name: counts[name] for name in slowest}
+    return Busy((reached - spans[0][0]) / 1e6, busy / 1e6, len(spans), slowest, times)

@@ -31,7 +31,7 @@ COUNTS_OVER_A_FILE = "tests/parity/test_matrix.py::test_the_cells_cover_what_the
 """Counts over all tests of its file, which several workers share."""
 
 FAILURES_SHOWN = 4
-TAIL_CHARACTERS = 1500
+TAIL_CHARACTERS, FAILURE_CHARACTERS = 1500, 60_000
 ONE_TEST_S = 240
 WORKERS = min(12, os.cpu_count() or 1)
 WORKER_THREADS = "2"
@@ -64,7 +64,8 @@ def run_suite(stage: Stage, suite: str, without: list[str]) -> None:
         return
     begin_s = time.monotonic()
     file = stage.out.path.with_suffix(f".{suite.replace('/', '_')}.xml")
-    command = [sys.executable, "-m", "pytest", suite, "-p", "no:cacheprovider", "-q", "--maxfail=20"]
+    command = [sys.executable, "-m", "pytest", suite, "-p", "no:cacheprovider", "-v", "--tb=short"]
+    command += ["--maxfail=40"]
     command += ["--continue-on-collection-errors"]  # the machine may lack a package that few tests need
     command += [f"--ignore={name}" for name in without] + [f"--junit-xml={file}", "-o", "addopts="]
     if not stage.dry and importlib.util.find_spec("xdist") is not None:
@@ -89,10 +90,18 @@ def run_suite(stage: Stage, suite: str, without: list[str]) -> None:
         status, output = answer.returncode, answer.stdout + answer.stderr
     except subprocess.TimeoutExpired as cut:
         status, output = None, (cut.stdout or b"").decode(errors="replace")
-    print(output[-TAIL_CHARACTERS:], flush=True)
+    wrong = [line for line in output.splitlines() if " FAILED " in line or " ERROR " in line]
+    shown = FAILURE_CHARACTERS if wrong else TAIL_CHARACTERS
+    print("\n".join([*wrong, output[-shown:]]), flush=True)
     spent_s = time.monotonic() - begin_s
     if status is None:
-        stage.out.add(failed(stage.section, suite, f"not done after {spent_s:.0f} s: {_last_line(output)}"))
+        stage.out.add(
+            failed(
+                stage.section,
+                suite,
+                f"not done after {spent_s:.0f} s, {len(wrong)} failed: {_last_line(output)}",
+            )
+        )
         return
     counts = read_counts(file)
     if counts is None or status not in (0, 1):

@@ -85,13 +85,19 @@ def run(stage: Stage) -> None:
         bench = Bench(shape, stage.device, Path(folder))
         stage.attempt("Python work per step", partial(python_work, stage, many, bench.spec.vocab_size))
         for name, execution in WAYS.items():
+            if not stage.wants(name):
+                continue
             stage.attempt(name, partial(one_way, stage, bench, name, execution, (one, many), copied))
         # Torch's attention, which a CPU has by default, cannot read fp8.
         execution = replace(DEFAULT, attention="triton") if stage.dry else DEFAULT
         fewer = replace(many, new_tokens=8) if stage.dry else many
-        stage.attempt("fp8 KV", partial(one_way, stage, bench, "fp8 KV", execution, (fewer,), copied, "fp8"))
+        if stage.wants("fp8 KV"):
+            stage.attempt(
+                "fp8 KV", partial(one_way, stage, bench, "fp8 KV", execution, (fewer,), copied, "fp8")
+            )
         execution = replace(DEFAULT, linear="torch")  # last, since weights are loaded anew for it
-        stage.attempt("cuBLAS", partial(one_way, stage, bench, "cuBLAS alone", execution, (one,), copied))
+        if stage.wants("cuBLAS"):
+            stage.attempt("cuBLAS", partial(one_way, stage, bench, "cuBLAS alone", execution, (one,), copied))
         bench.close()
 
 
@@ -124,8 +130,8 @@ def one_way(
             middle = statistics.median_low([each.tokens_per_s for each in rounds])
             result = next(each for each in rounds if each.tokens_per_s == middle)
             report(stage, bench, name, load, result, copied, kv_dtype)
-        if name == "default":
-            stage.attempt("idle share", partial(idle, stage, engine, watch, loads[-1], result.step_s))
+            if name == "default":
+                stage.attempt("idle share", partial(idle, stage, engine, watch, load))
 
 
 def report(
@@ -181,36 +187,35 @@ def steady(watch: Watch, names: Sequence[str], load: Load) -> Decoded:
     return Decoded(tokens / seconds, seconds / steps, float(np.mean(lengths)), seconds, steps)
 
 
-def idle(stage: Stage, engine: LocalEngine, watch: Watch, load: Load, step_s: float) -> None:
-    """Measures the idle share while all streams decode. The profiler slows launches; `step_s` is a step's time without
-    it."""
+def idle(stage: Stage, engine: LocalEngine, watch: Watch, load: Load) -> None:
+    """Measures the idle share while all streams decode. The profiler slows launches, so a step's time is measured
+    without it first, on the same streams."""
     with contextlib.suppress(ValueError):
         record_busy(stage.device, 0.001)  # loads the profiler
     names = submit(engine, replace(load, new_tokens=IDLE_FACTOR * load.new_tokens), seed=200)
     with watch.changed:
         watch.changed.wait_for(lambda: all(len(watch.tokens.get(name, ())) > 4 for name in names), WAIT_S)
-    before = _tokens(watch, names)
-    busy = record_busy(stage.device, 0.01 if stage.dry else PROFILE_S)
-    steps = (_tokens(watch, names) - before) / load.streams
+    seconds = 0.01 if stage.dry else PROFILE_S
+    begin_s, before = time.perf_counter(), _tokens(watch, names)
+    time.sleep(seconds)
+    took_s, steps = time.perf_counter() - begin_s, (_tokens(watch, names) - before) / load.streams
+    busy = record_busy(stage.device, seconds)
     still = not any(name in watch.finished for name in names)
     for name in names:
         engine.abort(name)
     watch.wait(names, WAIT_S)
-    idle_row(stage, busy, load, steps, step_s, still)
+    idle_row(stage, busy, load, took_s / steps if steps else 0.0, still)
 
 
-def idle_row(stage: Stage, busy: Busy, load: Load, steps: float, step_s: float, still: bool) -> None:
-    note = f"{busy.pieces} kernels and copies in {busy.span_s * 1e3:.0f} ms, about {steps:.0f} steps"
-    if steps and step_s:
-        note += (
-            f"; busy {busy.busy_s / steps * 1e3:.2f} ms of a step, without the profiler {step_s * 1e3:.2f} ms"
-        )
+def idle_row(stage: Stage, busy: Busy, load: Load, step_s: float, still: bool) -> None:
+    note = f"{busy.pieces} kernels and copies in {busy.span_s * 1e3:.0f} ms"
+    note += f"; a step takes {step_s * 1e3:.2f} ms without the profiler"
     if not still:
         note += "; some streams ended inside"
     stage.row(
         f"GPU idle share, batch {load.streams}", 100 * busy.idle_share, "%",
         share=busy.idle_share, target=IDLE_TARGET, goal="at_most", note=note,
-        details={**asdict(busy), "steps": steps, "unprofiled_step_s": step_s},
+        details={**asdict(busy), "unprofiled_step_s": step_s},
     )  # fmt: skip
 
 
