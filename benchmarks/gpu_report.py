@@ -47,6 +47,7 @@ SECTIONS = {
     "ceilings": Section("benchmarks.gpu.ceilings:run_ceilings", 90),
     "decode": Section("benchmarks.gpu.decode:run", 480),
     "attention": Section("benchmarks.gpu.attention:run", 240),
+    "tiers": Section("benchmarks.gpu.tiers:run", 60),
     "sessions": Section("benchmarks.gpu.sessions:run", 540),
     "operators": Section("benchmarks.gpu.operators:run", 180),
     "checks": Section("benchmarks.gpu.checks:run", 420),

@@ -20,6 +20,10 @@ FENCE_POLL_S = 20e-6
 FILLER_BYTES = 256 * 2**20
 """More than the L2 cache of any GPU."""
 
+FILLS = 6
+"""How often it is read before a timed call. On an H200 once takes 60 us, and launching one of Triton's kernels took a
+slow host as long: then the GPU waited inside the timed stretch, and cuBLAS, which is launched faster, won."""
+
 TURNS = 11
 
 
@@ -132,7 +136,8 @@ def seconds_of_each(device: torch.device, calls: Sequence[Callable[[], object]])
     for _ in range(TURNS):
         for call, pairs in zip(calls, marks, strict=True):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            filler.sum()
+            for _ in range(FILLS):
+                filler.sum()
             begin.record()
             call()
             end.record()

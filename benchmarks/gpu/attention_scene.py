@@ -102,7 +102,7 @@ class Scene:
         """Times one layer's call. Raises WrongResult if an output is not written or wrong; leaves the error in
         `error`."""
         step = make(self.pool).plan(self.tables)
-        _fill(self.pool, self.stage.generator(12))  # some backends zero it
+        fill_pool(self.pool, self.stage.generator(12))  # some backends zero it
         outputs: dict[int, Tensor] = {}
 
         def call(layer: int) -> None:
@@ -177,7 +177,7 @@ def _padded(tables: AttentionTables, spare: int) -> AttentionTables:
     )
 
 
-def _fill(pool: KVPool, generator: torch.Generator) -> None:
+def fill_pool(pool: KVPool, generator: torch.Generator) -> None:
     """Fills the pool with random contents, part by part; fp8 with random scales."""
     paged = pool.full
     for part in paged.kv_L2KSD.flatten(0, 1):

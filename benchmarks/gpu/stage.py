@@ -18,6 +18,9 @@ from benchmarks.measure import machine
 
 T = TypeVar("T")
 
+WARM_UP_S = 0.05
+"""A card that was idle needs a while to reach its clocks."""
+
 SETTLE_CALLS = 3
 """Calls before a graph is captured, in which kernels compile and handles are made."""
 
@@ -71,6 +74,11 @@ class Stage:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
+    def synchronize_stream(self) -> None:
+        """Waits for this thread's own work, not for that of other threads."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -100,7 +108,11 @@ def time_device(
     for index in range(max(SETTLE_CALLS, inputs)):
         call(index % inputs)
     torch.cuda.synchronize()
-    run, by = _captured(call, inputs)
+    run, by = captured(call, inputs)
+    settle_s = time.monotonic() + WARM_UP_S
+    while time.monotonic() < settle_s:
+        run()
+        torch.cuda.synchronize()
     times_s = []
     for _ in range(repeats + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -115,7 +127,9 @@ def time_device(
     return Timing(ordered[len(ordered) // 2], ordered[0], ordered[-1], repeats, inputs, by)
 
 
-def _captured(call: Callable[[int], object], inputs: int) -> tuple[Callable[[], object], str]:
+def captured(call: Callable[[int], object], inputs: int) -> tuple[Callable[[], object], str]:
+    """Runs of `call(i)` for i in range(inputs) as one CUDA graph, or one after another if they cannot be captured, and
+    the name of the way."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()

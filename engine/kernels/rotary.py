@@ -15,6 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+FUSES = False
+"""Whether the compiler may round a product and a sum once. It may not: every kernel must rotate the same head to the
+same bits."""
+
 PROGRAM_SIZE = 1024
 """Numbers that a program of 128 threads rotates: one access of 16 bytes per thread in bfloat16."""
 
@@ -48,6 +52,7 @@ def rotate_heads_(
         HEADS=per_program,
         HAS_NORM=weight_HD is not None,
         num_warps=min(max(per_program * block // 256, 1), 4),
+        enable_fp_fusion=FUSES,
     )
 
 

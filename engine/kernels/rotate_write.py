@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.attention.interface import KVTarget
 from engine.kernels.kv_write import quantise
-from engine.kernels.rotary import PROGRAM_SIZE, turn
+from engine.kernels.rotary import FUSES, PROGRAM_SIZE, turn
 
 
 def rotate_and_write(
@@ -60,6 +60,7 @@ def rotate_and_write(
         HAS_NORM=weight_HD is not None,
         HAS_SCALES=scales_L2KS is not None,
         num_warps=min(max(per_program * block // 256, 1), 4),
+        enable_fp_fusion=FUSES,
     )
 
 

@@ -58,7 +58,10 @@ class ReferenceStep:
             pool_2KD.copy_(kv_2KD)
             return
         kv_2KD = kv_2KD.float()
-        scales_2K = kv_2KD.abs().amax(-1) / FP8_LARGEST
+        largest_2K = kv_2KD.abs().amax(-1)
+        scales_2K = largest_2K / torch.full_like(
+            largest_2K, FP8_LARGEST
+        )  # a GPU divides inexactly by a number
         scales_2K[scales_2K == 0] = 1
         pool_2KD.copy_((kv_2KD / scales_2K[..., None]).clamp(-FP8_LARGEST, FP8_LARGEST))
         paged.scales_L2KS[place, :, :, slot] = scales_2K
