@@ -65,12 +65,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dry", action="store_true", help="on the CPU with tiny shapes")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/gpu_<card>.json")
     parser.add_argument("--limit-s", type=float, help="for all sections together")
+    parser.add_argument("--limits", default="", help="for some sections: NAME=SECONDS, by commas")
     parser.add_argument(
         "--cases",
         default="",
         help="attention, decode, operators, tune: only cases whose names hold one of these",
     )
-    parser.add_argument("--tests", default="", help="checks: paths instead of the usual ones, by commas")
+    parser.add_argument(
+        "--tests",
+        default="",
+        help="checks: suites instead of the usual ones, by commas; paths of a suite by spaces",
+    )
     parser.add_argument(
         "--model", choices=["8b", "1b", "tiny"], help="decode and sessions; default 8b, dry tiny"
     )
@@ -87,6 +92,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     unknown = sorted(set(names) - set(SECTIONS))
     if unknown:
         parser.error(f"unknown sections {unknown}; there are {sorted(SECTIONS)}")
+    limits = (each.partition("=") for each in options.limits.split(",") if each)
+    options.limits = {name: float(limit) for name, _, limit in limits}
     if not options.dry:
         names.insert(0, "environment")  # says which machine the figures are from
     options.names = list(dict.fromkeys(names))
@@ -105,7 +112,9 @@ def main(arguments: list[str] | None = None) -> None:
     record = Record(list(SECTIONS), options.dry)
     with tempfile.TemporaryDirectory() as folder:
         for name in options.names:
-            left_s = None if options.limit_s is None else options.limit_s - (time.monotonic() - begin_s)
+            left_s = options.limits.get(name, SECTIONS[name].limit_s)
+            if options.limit_s is not None:
+                left_s = min(left_s, options.limit_s - (time.monotonic() - begin_s))
             section_s = time.monotonic()
             rows = in_own_process(name, given, Path(folder), left_s)
             record.sections[name] = SectionRecord.now(rows, time.monotonic() - section_s, _settings(options))
@@ -128,9 +137,8 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
     return {name: str(getattr(options, name)) for name in told if getattr(options, name)}
 
 
-def in_own_process(name: str, arguments: list[str], folder: Path, left_s: float | None) -> list[Row]:
+def in_own_process(name: str, arguments: list[str], folder: Path, limit_s: float) -> list[Row]:
     """The rows of one section, plus a row for the failure if it failed or did not end in time."""
-    limit_s = SECTIONS[name].limit_s if left_s is None else min(SECTIONS[name].limit_s, left_s)
     if limit_s < 2 * GRACE_S:
         return [skipped(name, "section", "no time left")]
     file = RowFile(folder / f"{name}.jsonl")

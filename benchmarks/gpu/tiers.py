@@ -109,11 +109,12 @@ def one_way(
             fill_pool(rig.pool, stage.generator(6))
             rig.copies.drop(1)
         for (kind, all_s), limit in zip(times_s.items(), link, strict=True):
-            rate = rig.num_bytes / statistics.median(all_s[1:])
+            median_s = statistics.median(all_s[1:])
+            rate = rig.num_bytes / median_s
             target = LOAD_TARGET if kind == "load" and wanted else None
             stage.row(
                 f"{kind} {item}", rate / 1e9, "GB/s", limit=limit / 1e9, share=rate / limit, target=target,
-                note=f"{rig.num_bytes / 2**20:,.0f} MiB in {statistics.median(all_s[1:]) * 1e3:.1f} ms; limit is one large copy",
+                note=f"{rig.num_bytes / 2**20:,.0f} MiB in {median_s * 1e3:.1f} ms; limit is one large copy",
                 details={"seconds": all_s, "bytes": rig.num_bytes},
             )  # fmt: skip
         rig.save()

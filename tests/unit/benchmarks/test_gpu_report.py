@@ -107,7 +107,7 @@ def test_without_a_card_sections_are_skipped(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_section_that_breaks_costs_its_own_rows(tmp_path: Path) -> None:
-    (row,) = gpu_report.in_own_process("ceilings", ["--dry", "--sessions", "not a number"], tmp_path, None)
+    (row,) = gpu_report.in_own_process("ceilings", ["--dry", "--sessions", "not a number"], tmp_path, 60.0)
     assert row.outcome == "failed"
     assert "status 2" in row.note
 
