@@ -30,7 +30,6 @@ from engine.runner.graphs import Graphs, ladder, make_graphs
 from engine.runner.host_blocks import HostBlocks
 from engine.runner.host_copies import HostCopies
 from engine.runner.kv_pool import KVPool, make_kv_pool
-from engine.runner.page_copier import choose_page_copier
 from engine.runner.protocol import Runner
 from engine.runner.sample_table import RowPicker, pick_by_row
 from engine.runner.step_buffers import StepBuffers
@@ -189,8 +188,7 @@ def careful_runner(
             draft.vocab_size,
             draft.max_context_len,
         )
-    copier = choose_page_copier(pool.full.kv_L2KSD.device)
-    copies = HostCopies.of(pool, None if draft_pool is None else draft_pool.full, disk, blocks, copier)
+    copies = HostCopies.of(pool, None if draft_pool is None else draft_pool.full, disk, blocks)
     about = {"attention": attention.name, "attention_reason": attention.reason, **loaded.about}
     if disk is not None:
         about["disk"] = disk.path

@@ -17,6 +17,7 @@ from benchmarks.gpu.engines import Bench, greedy
 from benchmarks.gpu.rows import skipped
 from benchmarks.gpu.stage import Stage
 from benchmarks.gpu.turns import Event, Figures, Plan, Turn, figures, last_whole_turn, run_load
+from cache.token_chain import TokenChain
 from engine.api import FinishReason, GenerateRequest, TokenDelta
 from engine.engine import LocalEngine
 from engine.settings import ExecutionSettings, SchedulerSettings
@@ -152,7 +153,8 @@ def compare(stage: Stage, plan: Plan, ours: list[Turn], theirs: list[Turn], way:
 
 
 class Kedge:
-    """A Side that runs sessions of the real engine."""
+    """A Side that runs sessions of the real engine. As a replica does, it owns each session's history and its hashes,
+    so that a turn costs its new tokens."""
 
     name = "Kedge"
 
@@ -160,6 +162,7 @@ class Kedge:
         self._bench, self._plan = bench, plan
         self._queue: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
         self._engine: LocalEngine | None = None
+        self._chains: dict[str, TokenChain] = {}
 
     @contextlib.contextmanager
     def running(self) -> Iterator[str]:
@@ -174,9 +177,11 @@ class Kedge:
     def submit(self, name: str, history: Sequence[int], new: Sequence[int], count: int) -> None:
         assert self._engine is not None
         session = name.partition("/")[0]
+        chain = self._chains.setdefault(session, self._engine.empty_chain(""))
+        chain.extend(history[len(chain) :])
         self._engine.submit(
             GenerateRequest(
-                name, list(new), greedy(count), history=history, history_len=len(history),
+                name, list(new), greedy(count), history=history, history_len=len(history), history_chain=chain,
                 session_id=None if session.endswith("-0") else session,
             )
         )  # fmt: skip

@@ -22,7 +22,6 @@ from engine.device import pinned
 from engine.runner.host_blocks import HostBlocks
 from engine.runner.host_copies import HostCopies
 from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
-from engine.runner.page_copier import PageCopier, TorchPageCopier, choose_page_copier
 from engine.settings import CacheSettings
 
 LOAD_TARGET = 0.8
@@ -55,7 +54,7 @@ LONG, DRY = Session(8192, 32), Session(64, 2, 2, 16)
 class Rig:
     """A pool of random contents, and copies of scattered pages of it."""
 
-    def __init__(self, stage: Stage, session: Session, copier: PageCopier) -> None:
+    def __init__(self, stage: Stage, session: Session) -> None:
         self.stage = stage
         layout = KVLayout(session.heads, session.dim, (None,) * session.layers)
         settings = CacheSettings(page_size=PAGE_SIZE, num_pages=2 * session.pages)
@@ -64,7 +63,7 @@ class Rig:
         fill_pool(self.pool, stage.generator(5))
         self.num_bytes = self.pool.full.kv_L2KSD.nbytes // 2
         blocks = HostBlocks(self.num_bytes + 2**26 if not stage.dry else 0, stage.device)
-        self.copies = HostCopies.of(self.pool, blocks=blocks, copier=copier)
+        self.copies = HostCopies.of(self.pool, blocks=blocks)
         order = np.random.default_rng(3).permutation(2 * session.pages).astype(np.int32)
         self.source, self.target = (PoolPages(part, NONE) for part in np.split(order, 2))
 
@@ -85,20 +84,11 @@ class Rig:
 
 
 def run(stage: Stage) -> None:
+    """Raises RuntimeError if a copy is not exact."""
     session = DRY if stage.dry else LONG
-    to_host, to_device = link_rates(stage)
-    ours = choose_page_copier(stage.device)
-    for name, copier in {"kernel": ours, "gathered by torch": TorchPageCopier()}.items():
-        item = f"{session.tokens:,} tokens of an 8 B Llama, {name}"
-        stage.attempt(
-            item, partial(one_way, stage, session, copier, item, (to_host, to_device), name == "kernel")
-        )
-
-
-def one_way(
-    stage: Stage, session: Session, copier: PageCopier, item: str, link: tuple[float, float], wanted: bool
-) -> None:
-    rig = Rig(stage, session, copier)
+    item = f"{session.tokens:,} tokens of an 8 B Llama"
+    link = link_rates(stage)
+    rig = Rig(stage, session)
     try:
         times_s: dict[str, list[float]] = {"save": [], "load": []}
         for _ in range(REPEATS):
@@ -111,7 +101,7 @@ def one_way(
         for (kind, all_s), limit in zip(times_s.items(), link, strict=True):
             median_s = statistics.median(all_s[1:])
             rate = rig.num_bytes / median_s
-            target = LOAD_TARGET if kind == "load" and wanted else None
+            target = LOAD_TARGET if kind == "load" else None
             stage.row(
                 f"{kind} {item}", rate / 1e9, "GB/s", limit=limit / 1e9, share=rate / limit, target=target,
                 note=f"{rig.num_bytes / 2**20:,.0f} MiB in {median_s * 1e3:.1f} ms; limit is one large copy",
@@ -119,7 +109,7 @@ def one_way(
             )  # fmt: skip
         rig.save()
         for kind, copy in (("saves", lambda: (rig.copies.drop(1), rig.save())), ("loads", rig.load)):
-            beside(stage, f"decode beside {kind}, {item}", copy)
+            beside(stage, f"decode beside {kind} of {item}", copy)
     finally:
         rig.copies.close()
 

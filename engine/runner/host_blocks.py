@@ -7,14 +7,13 @@ sessions of many lengths it would hold a multiple of what is in use.
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from engine.device import pinned
+from engine.device import fetch, pinned
 
 BLOCK_BYTES = 8 * 2**20
 SLAB_BYTES = 256 * 2**20
@@ -31,28 +30,26 @@ class HostBlocks:
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self._free = deque[Tensor]()
         self._lent: dict[int, Tensor] = {}  # by address
-        self._device = device
         for begin in range(0, size_bytes - BLOCK_BYTES + 1, SLAB_BYTES):
             whole = min(SLAB_BYTES, size_bytes - begin) // BLOCK_BYTES * BLOCK_BYTES
             self._free += pinned(whole, torch.uint8, device).view(-1, BLOCK_BYTES).unbind()
 
-    def blank(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Host memory for a tensor. If no block is left, or one is too small, memory is pinned for it now."""
-        size = math.prod(shape)
-        num_bytes = size * dtype.itemsize
+    def copy_of(self, part: Tensor) -> Tensor:
+        """A copy of `part` in host memory, complete once the stream has passed it; `part` itself if it is there
+        already. If no block is left, or `part` is larger than one, memory is pinned for it now."""
         try:
-            block = self._free.pop() if num_bytes <= BLOCK_BYTES else None
+            block = self._free.pop() if part.nbytes <= BLOCK_BYTES else None
         except IndexError:
             block = None
         if block is None:
-            return pinned(size, dtype, self._device).view(*shape)
-        tensor = block[:num_bytes].view(dtype).view(*shape)
-        self._lent[tensor.data_ptr()] = block
-        return tensor
+            return fetch(part)
+        copy = block[: part.nbytes].view(part.dtype).view(part.shape)
+        self._lent[copy.data_ptr()] = block
+        return copy.copy_(part, non_blocking=True)
 
-    def give_back(self, tensors: Iterable[Tensor]) -> None:
-        """Frees the blocks of these tensors, which nobody may use any more."""
-        for tensor in tensors:
-            block = self._lent.pop(tensor.data_ptr(), None)
+    def give_back(self, copies: Iterable[Tensor]) -> None:
+        """Frees the blocks of these copies, which nobody may use any more."""
+        for copy in copies:
+            block = self._lent.pop(copy.data_ptr(), None)
             if block is not None:
                 self._free.append(block)

@@ -1,7 +1,6 @@
 """Copies of KV pages in host memory and on disk, made and read back by threads beside the engine's steps.
 
-On a GPU the copies lie in pinned memory, and are made on streams of their own that first wait for the steps issued
-before them.
+On a GPU the copies go through pinned memory, on streams of their own that first wait for the steps issued before them.
 On a CPU they are plain copies, during which torch releases the GIL. Files have threads of their own, so that a copy to
 or from host memory never waits for the disk, nor a read for a write.
 
@@ -23,12 +22,13 @@ from engine.device import CopyStream, pinned, send
 from engine.runner.disk_store import DiskStore
 from engine.runner.host_blocks import BLOCK_BYTES, HostBlocks
 from engine.runner.kv_pool import KVPool, PagedKV
-from engine.runner.page_copier import PAGE_DIM, PageCopier, TorchPageCopier
 
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = BLOCK_BYTES
-"""The most that is copied at once. Where pages are gathered first, a copy of any size takes this much device memory."""
+"""The most that is gathered at once, and so the device memory that a copy of any size takes."""
+
+_PAGE_DIM = 3
 
 Piece = tuple[Tensor, Tensor]
 """A pool [L, 2, K, P, p, D] and some of its pages [n]."""
@@ -69,9 +69,7 @@ class HostCopies:
         window: PagedKV | None,
         disk: DiskStore | None = None,
         blocks: HostBlocks | None = None,
-        copier: PageCopier | None = None,
     ) -> None:
-        self._copier = copier or TorchPageCopier()
         self._full = [tensor for paged in full if paged.kv_L2KSD.shape[0] for tensor in _by_page(paged)]
         self._window = [] if window is None else _by_page(window)
         self._saved: dict[int, list[Tensor]] = {}
@@ -89,10 +87,9 @@ class HostCopies:
         draft: PagedKV | None = None,
         disk: DiskStore | None = None,
         blocks: HostBlocks | None = None,
-        copier: PageCopier | None = None,
     ) -> HostCopies:
         """For a model's pool, and a draft model's if there is one."""
-        return cls([pool.full] if draft is None else [pool.full, draft], pool.window, disk, blocks, copier)
+        return cls([pool.full] if draft is None else [pool.full, draft], pool.window, disk, blocks)
 
     def save(self, key: int, pages: PoolPages) -> Future[None]:
         """A save that fails (for lack of memory) leaves nothing under `key`."""
@@ -100,9 +97,9 @@ class HostCopies:
         def copy() -> None:
             copies: list[Tensor] = []
             try:
-                for pool_L2KPpD, piece_n in pieces:
-                    copies.append(self._blocks.blank(_shape(pool_L2KPpD, len(piece_n)), pool_L2KPpD.dtype))
-                    self._copier.save(pool_L2KPpD, piece_n.to(pool_L2KPpD.device), copies[-1])
+                for pool_L2KPpD, piece_n in _on_device(pieces):
+                    part = pool_L2KPpD.index_select(_PAGE_DIM, piece_n)
+                    copies.append(self._blocks.copy_of(part))
             except BaseException:
                 self._blocks.give_back(copies)
                 raise
@@ -122,8 +119,8 @@ class HostCopies:
         """Reads from the disk piece by piece, which takes little host memory."""
         disk, pieces = self._disk, self._pieces(pages)
         if disk is not None and key in disk:
-            return self._read_lane.submit(lambda: self._fill(pieces, disk.read(key, map(_blank, pieces))))
-        return self._host_lane.submit(lambda: self._fill(pieces, self._saved[key]))
+            return self._read_lane.submit(lambda: _fill(pieces, disk.read(key, map(_blank, pieces))))
+        return self._host_lane.submit(lambda: _fill(pieces, self._saved[key]))
 
     def drop(self, key: int) -> None:
         disk = self._disk
@@ -142,7 +139,7 @@ class HostCopies:
             there_n, here_n = (
                 send(part_n.tolist(), torch.int64, pool_L2KPpD.device) for part_n in (from_n, to_n)
             )
-            pool_L2KPpD.index_copy_(PAGE_DIM, here_n, pool_L2KPpD.index_select(PAGE_DIM, there_n))
+            pool_L2KPpD.index_copy_(_PAGE_DIM, here_n, pool_L2KPpD.index_select(_PAGE_DIM, there_n))
 
     def close(self) -> None:
         """Waits for running copies, and forgets everything. A write to disk is cut short."""
@@ -154,11 +151,6 @@ class HostCopies:
             self._disk.close()
         self._saved.clear()
 
-    def _fill(self, pieces: Iterable[Piece], parts: Iterable[Tensor]) -> None:
-        """Fills pages from host memory [L, 2, K, n, p, D]."""
-        for (pool_L2KPpD, piece_n), host_L2KnpD in zip(pieces, parts, strict=True):
-            self._copier.load(pool_L2KPpD, piece_n.to(pool_L2KPpD.device), host_L2KnpD)
-
     def _pieces(self, pages: PoolPages) -> list[Piece]:
         """Each pool [L, 2, K, P, p, D] with some of its pages [n], at most PIECE_BYTES together."""
         pools = [(pool_L2KPpD, pages.full) for pool_L2KPpD in self._full]
@@ -166,7 +158,7 @@ class HostCopies:
         pieces: list[Piece] = []
         for pool_L2KPpD, array in pools:
             index_n = torch.from_numpy(array.astype("int64"))  # a copy: the caller may change its own
-            stride = max(1, PIECE_BYTES * pool_L2KPpD.shape[PAGE_DIM] // pool_L2KPpD.nbytes)
+            stride = max(1, PIECE_BYTES * pool_L2KPpD.shape[_PAGE_DIM] // pool_L2KPpD.nbytes)
             pieces += [(pool_L2KPpD, index_n[at : at + stride]) for at in range(0, len(index_n), stride)]
         return pieces
 
@@ -176,15 +168,29 @@ def _log_failure(removed: Future[None]) -> None:
         logger.warning("a file of KV could not be removed, and takes room until this process ends: %s", error)
 
 
+def _fill(pieces: Sequence[Piece], parts: Iterable[Tensor]) -> None:
+    """Fills pages from host memory [L, 2, K, n, p, D]."""
+    for (pool_L2KPpD, piece_n), host_L2KnpD in zip(_on_device(pieces), parts, strict=True):
+        part_L2KnpD = host_L2KnpD.to(pool_L2KPpD.device, non_blocking=True)
+        pool_L2KPpD.index_copy_(_PAGE_DIM, piece_n, part_L2KnpD)
+
+
+def _on_device(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same with their pages' numbers on the device, sent all at once: torch waits for the stream after it has sent
+    ordinary memory, so between two pieces the link would stand idle."""
+    if not pieces:
+        return []
+    numbers = torch.cat([piece_n for _, piece_n in pieces]).to(pieces[0][0].device)
+    parts = numbers.split_with_sizes([len(piece_n) for _, piece_n in pieces])
+    return [(pool_L2KPpD, piece_n) for (pool_L2KPpD, _), piece_n in zip(pieces, parts, strict=True)]
+
+
 def _blank(piece: Piece) -> Tensor:
     """Host memory [L, 2, K, n, p, D] for the content of the pages."""
     pool_L2KPpD, piece_n = piece
-    shape = _shape(pool_L2KPpD, len(piece_n))
+    shape = list(pool_L2KPpD.shape)
+    shape[_PAGE_DIM] = len(piece_n)
     return pinned(math.prod(shape), pool_L2KPpD.dtype, pool_L2KPpD.device).view(shape)
-
-
-def _shape(pool_L2KPpD: Tensor, pages: int) -> tuple[int, ...]:
-    return (*pool_L2KPpD.shape[:PAGE_DIM], pages, *pool_L2KPpD.shape[PAGE_DIM + 1 :])
 
 
 def _by_page(paged: PagedKV) -> list[Tensor]:

@@ -69,7 +69,7 @@ def poisoned_device_runner(
     execution = ExecutionSettings(max_graph_tokens=12, decode_steps=MOST_STEPS)
     loaded = replace(loaded, max_context_len=LONGEST + 1)
     limits = StepLimits(64, 8, 64, MOST_STEPS)
-    graphs = make_graphs(loaded.device, wanted=True)
+    graphs = make_graphs(loaded.device, wanted=loaded.native)
     runner = device_runner(loaded, plain, pool, attention, limits, graphs, execution, OneRank())
     runner.capture()
     runner.forget = plain.forget  # type: ignore[attr-defined]

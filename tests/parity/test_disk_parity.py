@@ -28,6 +28,8 @@ NUM_PAGES = 16
 HOST_PAGES = {None: 56, WINDOW: 16}
 """Host pages by window. In layers with a window a session keeps only what the window sees."""
 DISK_PAGES = 400
+WINDOW_RATIO = 1.25
+"""Steps of the runner for GPUs need two pages more than the pool has."""
 LIMITS = SchedulerSettings(max_batch_tokens=48, chunk_size=8, max_running=4)
 
 
@@ -41,7 +43,7 @@ class Rig:
             PAGE_SIZE,
             NUM_PAGES,
             prefix_cache=False,
-            window_ratio=1.0,
+            window_ratio=WINDOW_RATIO,
             books="strict",
             disk_size_bytes=1,
             disk_path=str(disk),

@@ -53,4 +53,5 @@ def test_as_in_two_launches(
     if fp8:
         assert first.scales_L2KS is not None
         assert second.scales_L2KS is not None
-        assert torch.equal(second.scales_L2KS, first.scales_L2KS)
+        # In float32 a compiler may compute what is measured and what is written twice, in another order of sums.
+        torch.testing.assert_close(second.scales_L2KS, first.scales_L2KS, rtol=3e-7, atol=0.0)

@@ -85,18 +85,6 @@ def silu(dtype: str, capability: int, block: int) -> Build:
     )
 
 
-def pages(capability: int, to_host: bool) -> Build:
-    """Pages of 16 tokens with heads of 128 numbers of 16 bits."""
-    return Build(
-        "engine.kernels.page_copy:copy_units",
-        {"pool": "*i32", "host": "*i32", "pages": "*i64", "count": "i32", "units": "i32", "row_words": "i32"},
-        {"WORDS_OF_UNIT": 1024, "BLOCK_W": 1024, "UNITS": 4, "TO_HOST": to_host},
-        capability,
-        ("pool", "host", "row_words"),
-        texts=True,
-    )
-
-
 def survey(dtype: str, capability: int) -> Build:
     return Build(
         "engine.kernels.sampling:survey_tiles",
@@ -130,9 +118,6 @@ def pick(dtype: str, capability: int) -> Build:
 
 
 def kernels() -> Iterator[Build]:
-    for capability in (80, 90):
-        yield pages(capability, to_host=True)
-        yield pages(capability, to_host=False)
     for capability, dtype in ((80, "bf16"), (90, "bf16"), (90, "fp32")):
         yield norm(dtype, capability, 4096, 4096, 1, 8)
         yield norm(dtype, capability, 128, 128, 4, 1)

@@ -30,14 +30,14 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pinned_late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of what is pinned from now on."""
+    """The sizes of what is pinned in service."""
     sizes: list[int] = []
 
-    def pinned(size: int, dtype: torch.dtype, _device: torch.device) -> Tensor:
-        sizes.append(size * dtype.itemsize)
-        return torch.empty(size, dtype=dtype)
+    def fetch(part: Tensor) -> Tensor:
+        sizes.append(part.nbytes)
+        return part.clone()
 
-    monkeypatch.setattr(host_blocks, "pinned", pinned)
+    monkeypatch.setattr(host_blocks, "fetch", fetch)
     return sizes
 
 
@@ -63,9 +63,8 @@ def test_all_of_it_is_pinned_at_the_start(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_sessions_come_and_go_in_the_same_memory(pinned_late: list[int]) -> None:
-    kv, blocks = pool(), HostBlocks(4 * PAGE_BYTES, CPU)
-    pinned_late.clear()
-    copies = HostCopies.of(kv, blocks=blocks)
+    kv = pool()
+    copies = HostCopies.of(kv, blocks=HostBlocks(4 * PAGE_BYTES, CPU))
     before = kv.full.kv_L2KSD.clone()
     for key in range(5):
         copies.save(key, pages(7, 2, 3)).result(WAIT_S)
@@ -80,9 +79,8 @@ def test_sessions_come_and_go_in_the_same_memory(pinned_late: list[int]) -> None
 
 
 def test_where_blocks_run_out_memory_is_pinned_in_service(pinned_late: list[int]) -> None:
-    kv, blocks = pool(), HostBlocks(4 * PAGE_BYTES, CPU)
-    pinned_late.clear()
-    copies = HostCopies.of(kv, blocks=blocks)
+    kv = pool()
+    copies = HostCopies.of(kv, blocks=HostBlocks(4 * PAGE_BYTES, CPU))
     copies.save(1, pages(0, 1, 2)).result(WAIT_S)
     copies.save(2, pages(3, 4, 5)).result(WAIT_S)
     assert pinned_late == [2 * PAGE_BYTES, PAGE_BYTES]
@@ -95,7 +93,6 @@ def test_where_blocks_run_out_memory_is_pinned_in_service(pinned_late: list[int]
 
 def test_a_save_that_fails_keeps_no_block(pinned_late: list[int]) -> None:
     copies = HostCopies.of(pool(), blocks=HostBlocks(4 * PAGE_BYTES, CPU))
-    pinned_late.clear()
     with pytest.raises(IndexError):
         copies.save(1, pages(0, 1, 99)).result(WAIT_S)
     copies.save(2, pages(0, 1, 2)).result(WAIT_S)
