@@ -5,7 +5,8 @@
 
 It calls the methods of the actor's class in a process of their own, in which the streams run as well. With --ray it
 calls a real actor, as replicas do. `--against` names another checkout that is measured in turn. The log is in a file,
-with and without a flush of the disk for each transaction, and in Redis where `redis-server` is installed. Each session
+with and without a flush of the disk for each transaction, and in Redis where `redis-server` is installed. With --shards
+several controllers run, each with its log, streams and process, and turns per second are those of all. Each session
 has had ten turns before, so each turn pushes out the answer of an older turn. CPU time is that of the controller's
 process. The table's title says how long a flush takes on this disk.
 """
@@ -19,6 +20,7 @@ import os
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -153,6 +155,19 @@ async def through_ray(asked: dict[str, Any]) -> dict[str, float]:
     return await measure([each.commit_turn for each in calls], open_session, cpu_s, asked)
 
 
+def through_shards(asked: dict[str, Any]) -> dict[str, float]:
+    """Several controllers at the same time, each as when it is alone. Turns per second are those of all together, the
+    other figures means."""
+    alone = json.dumps(asked | {"shards": 1})
+    workers = [
+        subprocess.Popen([sys.executable, __file__, "--worker", alone], stdout=subprocess.PIPE, text=True)
+        for _ in range(asked["shards"])
+    ]
+    found = [json.loads(worker.communicate()[0].splitlines()[-1]) for worker in workers]
+    together = {name: statistics.fmean(each[name] for each in found) for name in found[0]}
+    return together | {"turns_per_s": sum(each["turns_per_s"] for each in found)}
+
+
 def log_of(asked: dict[str, Any]) -> Any:
     from controllers.settings import RedisLogSettings, SqliteLogSettings
 
@@ -204,6 +219,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
         for log in (FILE, FLUSHED_FILE, REDIS) if redis else (FILE, FLUSHED_FILE):
             for streams in STREAMS:
                 asked = {"log": log, "streams": streams, "seconds": args.seconds, "ray": args.ray}
+                asked["shards"] = args.shards
                 asked |= {"folder": folder, "redis": redis}
                 found = measure_in_turn(__file__, asked, args.against, args.rounds)
                 rows += [
@@ -212,7 +228,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
             flushes.append(flush_ms(folder))
     settings = {"through": "a Ray actor" if args.ray else "the actor's methods", "sessions": SESSIONS}
     settings |= {"tokens_a_turn": TURN_TOKENS, "answer_bytes": len(ANSWER)}
-    settings |= {"seconds": args.seconds, "rounds": args.rounds}
+    settings |= {"seconds": args.seconds, "rounds": args.rounds, "shards": args.shards}
     return {"settings": settings, "flush_ms": flushes, "rows": rows}
 
 
@@ -238,9 +254,13 @@ def main() -> None:
     parser.add_argument(
         "--ray", action="store_true", help="through a real actor, on a Ray cluster of its own"
     )
+    parser.add_argument("--shards", type=int, default=1, help="controllers at the same time")
     parser.add_argument("--folder", type=Path, help="of the log: the disk to measure")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.worker is not None and args.worker["shards"] > 1:
+        print(json.dumps(through_shards(args.worker)))
+        return
     if args.worker is not None:
         through = through_ray if args.worker["ray"] else through_methods
         print(json.dumps(asyncio.run(through(args.worker))))
