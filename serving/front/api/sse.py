@@ -102,35 +102,38 @@ class TurnEventStream(EventSourceResponse):
             async with asyncio.timeout(None) as patience:
                 watch = asyncio.create_task(self._watch(send, keep_alive_s, patience))
                 try:
-                    await self._write_turns(send)
+                    await self._write(send, await self._write_turns(send), ends=True)
                 finally:
                     watch.cancel()
                     await asyncio.gather(watch, return_exceptions=True)
         except TimeoutError:
             raise ClientGone from None
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _write_turns(self, send: Send) -> None:
-        """Raises ClientGone, and any error that comes before the reply has started; later errors go into the stream."""
-        encoder = self._encoder
+    async def _write_turns(self, send: Send) -> bytes:
+        """Returns what ends the stream, with the last turn's last event: each write costs a system call here and in
+        each proxy. Raises ClientGone, and any error that comes before the reply has started; later errors go into the
+        stream."""
+        encoder, running, last = self._encoder, len(self._plan.calls), b""
         try:
             async with open_turns(self._service, self._plan) as events:
                 async for index, event in events:
                     text = await self._told(index, event)
-                    if text is None:
-                        continue
-                    if not self._started:
+                    if text is not None and not self._started:
                         self.headers.update(turn_headers(event))
-                    await self._write(send, text)
-            await self._write(send, encoder.closing())
+                    running -= event.finish is not None
+                    if not running:
+                        last = text or b""
+                    elif text is not None:
+                        await self._write(send, text)
+            return last + encoder.closing()
         except ClientGone:
             raise
         except Exception as error:
-            if not self._started:
+            if not self._started and not last:
                 raise
             if not isinstance(error, ServiceError):
                 logger.exception("a stream broke off")
-            await self._write(send, encoder.error(error_info(error)))
+            return last + encoder.error(error_info(error))
 
     async def _told(self, index: int, event: TurnEvent) -> bytes | None:
         """What is sent for the event. Empty: the headers alone, if they are not sent yet. None: nothing."""
@@ -162,15 +165,16 @@ class TurnEventStream(EventSourceResponse):
                     break
         patience.reschedule(loop.time())
 
-    async def _write(self, send: Send, body: bytes) -> None:
-        """Sends whole events; a lock keeps them apart. The first time, sends status and headers before them."""
+    async def _write(self, send: Send, body: bytes, *, ends: bool = False) -> None:
+        """Sends whole events; a lock keeps them apart. The first time, sends status and headers before them. `ends`
+        says that nothing follows."""
         async with self._sending:
             loop = asyncio.get_running_loop()
             self._sending_since_s = loop.time()
             if not self._started:
                 self._started = True
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            if body:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+            if body or ends:
+                await send({"type": "http.response.body", "body": body, "more_body": not ends})
             self._sending_since_s = None
             self._sent_s = loop.time()

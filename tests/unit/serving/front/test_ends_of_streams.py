@@ -1,0 +1,45 @@
+"""What a stream ends with is written at once: the last event of its turn, what follows it, and the end of the reply."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serving.front.http import create_http_app
+from tests.unit.serving.front.test_keep_alives import STREAMED
+from tests.unit.serving.local_service import MODEL, http_server, local_service
+
+ENDS: dict[str, tuple[bytes, bytes]] = {
+    "/generate": (b'"finish_reason":{"type":"length"', b"data: [DONE]\n\n"),
+    "/v1/completions": (b'"finish_reason":"length"', b"data: [DONE]\n\n"),
+    "/v1/chat/completions": (b'"finish_reason":"length"', b"data: [DONE]\n\n"),
+    "/v1/messages": (b"event: message_delta", b'data: {"type":"message_stop"}\n\n'),
+    "/v1/responses": (b"event: response.incomplete", b"\n\n"),
+}
+
+
+@pytest.mark.parametrize("path", STREAMED)
+async def test_the_last_event_and_the_end_are_one_write(tmp_path: Path, path: str) -> None:
+    sent: list[dict[str, Any]] = []
+    body = STREAMED[path] | {"stream": True} | ({} if path == "/generate" else {"model": MODEL.model_id})
+    async with local_service(tmp_path) as service:
+        app = create_http_app(lambda: service)
+
+        async def noted(scope: Any, receive: Any, send: Any) -> None:
+            async def note(message: Any) -> None:
+                sent.append(message)
+                await send(message)
+
+            await app(scope, receive, note)
+
+        async with http_server(noted) as url, httpx.AsyncClient(base_url=url) as client:
+            reply = await client.post(path, json=body)
+    written = [message for message in sent if message["type"] == "http.response.body"]
+    assert b"".join(message["body"] for message in written) == reply.content
+    assert [message["more_body"] for message in written] == [True] * (len(written) - 1) + [False]
+    finish, end = ENDS[path]
+    assert finish in written[-1]["body"]
+    assert written[-1]["body"].endswith(end)
