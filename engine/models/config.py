@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from engine.models.errors import ModelNotFound, UnsupportedModel
+from engine.models.fp8_weights import parse_fp8
 from engine.models.registry import Family, find_family
 from engine.runner.kv_pool import KVLayout
 
@@ -161,8 +162,7 @@ def _refuse_unknown(config: Mapping[str, Any]) -> None:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModel(f"hidden_act {activation!r}: only 'silu' is implemented")
-    if config.get("quantization_config"):
-        raise UnsupportedModel("quantization_config: quantized checkpoints are not implemented")
+    parse_fp8(config)
 
 
 def _parse_windows(

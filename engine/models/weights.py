@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.models.config import ModelSpec, read_json
 from engine.models.errors import BadCheckpoint, ModelNotFound
+from engine.models.fp8_weights import SCALES, STORED, UNREAD, Fp8Format
 from engine.models.shares import Shares
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -74,8 +75,8 @@ class CheckpointWeights:
     """The safetensors of a directory, one file or sharded. Opening checks names and shapes. Reading is lazy: each
     tensor, or this rank's part of it, goes from the file to the device.
 
-    `spec` is that of the whole model. Raises BadCheckpoint that names the tensors that are missing, left over or of
-    another shape.
+    `spec` is that of the whole model, `fp8` the format of weights that are stored in fp8. Raises BadCheckpoint that
+    names the tensors that are missing, left over or of another shape.
     """
 
     def __init__(
@@ -85,10 +86,12 @@ class CheckpointWeights:
         dtype: torch.dtype,
         device: torch.device = CPU,
         shares: Shares | None = None,
+        fp8: Fp8Format | None = None,
     ) -> None:
         self._dtype = dtype
         self._device = device
         self._shares = shares or Shares(spec, 0, 1)
+        self._fp8 = fp8
         self._stack = ExitStack()
         self._files = {path: self._open(path) for path in weight_files(directory)}
         self._file_of = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
@@ -96,6 +99,12 @@ class CheckpointWeights:
 
     def take(self, name: str) -> Tensor:
         file, part = self._file_of[name], self._shares.part(name)
+        scale_name = self._scale_of(name)
+        if scale_name is not None:
+            assert self._fp8 is not None
+            scale = self._file_of[scale_name].get_tensor(scale_name)
+            wide = self._fp8.multiplied(file.get_tensor(name), scale)
+            return (wide if part is None else part.of(wide)).to(self._dtype).contiguous()
         if part is None:
             whole: Tensor = file.get_tensor(name)
             return whole.to(self._dtype)
@@ -115,6 +124,7 @@ class CheckpointWeights:
         ignored = {name for name in self._file_of if name.endswith("rotary_emb.inv_freq")}
         if tied:
             ignored.add("lm_head.weight")
+        ignored |= self._check_fp8(directory, expected)
         missing = sorted(expected.keys() - self._file_of.keys())
         left_over = sorted(self._file_of.keys() - expected.keys() - ignored)
         if missing:
@@ -125,6 +135,39 @@ class CheckpointWeights:
             found = tuple(self._file_of[name].get_slice(name).get_shape())
             if found != shape:
                 raise BadCheckpoint(f"{directory}: {name} is {found}, the configuration asks for {shape}")
+
+    def _scale_of(self, name: str) -> str | None:
+        """The tensor with the scales of a matrix that is stored in fp8; None if it is stored in another dtype."""
+        if self._file_of[name].get_slice(name).get_dtype() != STORED:
+            return None
+        return next((scale for scale in _beside(name, SCALES) if scale in self._file_of), None)
+
+    def _check_fp8(self, directory: Path, expected: Mapping[str, tuple[int, ...]]) -> set[str]:
+        """Checks the scales of what is stored in fp8, and returns the names of all tensors that belong to it."""
+        belonging: set[str] = set()
+        for name in expected.keys() & self._file_of.keys():
+            stored = self._file_of[name].get_slice(name)
+            if stored.get_dtype() != STORED:
+                continue
+            if self._fp8 is None:
+                raise BadCheckpoint(
+                    f"{directory}: {name} is in fp8, but config.json has no quantization_config"
+                )
+            scale = self._scale_of(name)
+            if scale is None:
+                raise BadCheckpoint(f"{directory}: {name} is in fp8 and has no {' or '.join(SCALES)}")
+            found, shape = self._file_of[scale].get_slice(scale).get_shape(), stored.get_shape()
+            if len(shape) != 2 or not self._fp8.fits(found, shape):
+                raise BadCheckpoint(
+                    f"{directory}: {scale} is {tuple(found)}, which does not fit {tuple(shape)}"
+                )
+            belonging |= {scale, *_beside(name, UNREAD)}
+        return belonging
+
+
+def _beside(name: str, kinds: Sequence[str]) -> list[str]:
+    """Tensors of the same layer as the weight `name`."""
+    return [f"{name.removesuffix('weight')}{kind}" for kind in kinds]
 
 
 class DummyWeights:
