@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from engine.models.errors import ModelNotFound, UnsupportedModel
-from engine.models.fp8_weights import parse_fp8
+from engine.models.fp8_weights import Fp8Format, parse_fp8
 from engine.models.registry import Family, find_family
 from engine.runner.kv_pool import KVLayout
 
@@ -61,6 +61,8 @@ class ModelSpec:
     qk_norm: bool
     windows: tuple[int | None, ...]
     checkpoint_dtype: CheckpointDType
+    fp8: Fp8Format | None
+    """How matrices in fp8 are stored; None if there are none."""
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -137,6 +139,7 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
         qk_norm=family.qk_norm,
         windows=_parse_windows(config, family, num_layers, context_len),
         checkpoint_dtype=_parse_dtype(config),
+        fp8=parse_fp8(config),
     )
     if spec.num_heads % spec.num_kv_heads or spec.head_dim % 2:
         raise UnsupportedModel(
@@ -162,7 +165,6 @@ def _refuse_unknown(config: Mapping[str, Any]) -> None:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModel(f"hidden_act {activation!r}: only 'silu' is implemented")
-    parse_fp8(config)
 
 
 def _parse_windows(

@@ -17,7 +17,6 @@ from engine.models.decoder import Decoder
 from engine.models.device_linear import FixedLinears, Linears, choose_linears
 from engine.models.errors import UnsupportedModel
 from engine.models.fingerprint import checkpoint_fingerprint, dummy_fingerprint
-from engine.models.fp8_weights import Fp8Format, parse_fp8
 from engine.models.hub import find_model
 from engine.models.linear import LinearFactory
 from engine.models.ops import DecoderOps, TorchOps
@@ -79,15 +78,12 @@ def load_model(
     linears: Linears | LinearName = linear
     if make_linear is not None:
         linears = make_linear if isinstance(make_linear, Linears) else FixedLinears(make_linear, {})
-    return _load_native(
-        directory, spec, parse_fp8(config), settings, device, linears, ops or TorchOps(), ranks
-    )
+    return _load_native(directory, spec, settings, device, linears, ops or TorchOps(), ranks)
 
 
 def _load_native(
     directory: Path,
     whole: ModelSpec,
-    fp8: Fp8Format | None,
     settings: ModelSettings,
     device: torch.device,
     linears: Linears | LinearName,
@@ -104,7 +100,7 @@ def _load_native(
             dummy = DummyWeights(whole, weights_dtype, settings.seed, device, shares)
             model = Decoder(spec, dummy, linears, device, dtype, ops, ranks)
         else:
-            with closing(CheckpointWeights(directory, whole, weights_dtype, device, shares, fp8)) as source:
+            with closing(CheckpointWeights(directory, whole, weights_dtype, device, shares)) as source:
                 model = Decoder(spec, source, linears, device, dtype, ops, ranks)
         runs = model if ranks.size > 1 else in_whole_steps(model, linears)
     return LoadedModel(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.models.config import ModelSpec, read_json
 from engine.models.errors import BadCheckpoint, ModelNotFound
-from engine.models.fp8_weights import SCALES, STORED, UNREAD, Fp8Format
+from engine.models.fp8_weights import SCALES, STORED, UNREAD
 from engine.models.shares import Shares
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -75,8 +75,8 @@ class CheckpointWeights:
     """The safetensors of a directory, one file or sharded. Opening checks names and shapes. Reading is lazy: each
     tensor, or this rank's part of it, goes from the file to the device.
 
-    `spec` is that of the whole model, `fp8` the format of weights that are stored in fp8. Raises BadCheckpoint that
-    names the tensors that are missing, left over or of another shape.
+    `spec` is that of the whole model. Raises BadCheckpoint that names the tensors that are missing, left over or of
+    another shape.
     """
 
     def __init__(
@@ -86,12 +86,11 @@ class CheckpointWeights:
         dtype: torch.dtype,
         device: torch.device = CPU,
         shares: Shares | None = None,
-        fp8: Fp8Format | None = None,
     ) -> None:
         self._dtype = dtype
         self._device = device
         self._shares = shares or Shares(spec, 0, 1)
-        self._fp8 = fp8
+        self._fp8 = spec.fp8
         self._stack = ExitStack()
         self._files = {path: self._open(path) for path in weight_files(directory)}
         self._file_of = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118

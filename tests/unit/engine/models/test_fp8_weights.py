@@ -14,7 +14,6 @@ from torch import Tensor
 
 from engine.models.config import parse_spec, read_config
 from engine.models.errors import BadCheckpoint, UnsupportedModel
-from engine.models.fp8_weights import parse_fp8
 from engine.models.shares import Shares
 from engine.models.weights import CheckpointWeights
 
@@ -84,11 +83,10 @@ def write_fp8(directory: Path, quantization: dict[str, Any], kind: str, scale_na
 @pytest.mark.parametrize("case", FORMATS)
 def test_each_number_is_multiplied_by_its_scale(tmp_path: Path, case: str, ranks: int) -> None:
     meant = write_fp8(tmp_path, *FORMATS[case])
-    config = read_config(tmp_path)
-    spec, cpu = parse_spec(config), torch.device("cpu")
+    spec, cpu = parse_spec(read_config(tmp_path)), torch.device("cpu")
     for rank in range(ranks):
         shares = Shares(spec, rank, ranks)
-        source = CheckpointWeights(tmp_path, spec, torch.float32, cpu, shares, parse_fp8(config))
+        source = CheckpointWeights(tmp_path, spec, torch.float32, cpu, shares)
         for name, expected in meant.items():
             part = shares.part(name)
             assert torch.equal(source.take(name), expected if part is None else part.of(expected)), name
