@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from benchmarks.gpu.attention_libraries import library_rates
 from benchmarks.gpu.attention_scene import Case, Heads, Scene
 from benchmarks.gpu.ceilings import Ceilings, measure_ceilings
-from benchmarks.gpu.libraries import library_rates
 from benchmarks.gpu.stage import Stage
 from engine.attention.triton_backend import TritonAttention
 

@@ -65,8 +65,17 @@ def run_suite(stage: Stage, suite: str, without: list[str]) -> None:
         return
     begin_s = time.monotonic()
     file = stage.out.path.with_suffix(f".{re.sub(r'[^a-z0-9]+', '_', suite)[:100]}.xml")
-    command = [sys.executable, "-m", "pytest", *suite.split(), "-p", "no:cacheprovider", "-v", "--tb=short"]
-    command += ["--maxfail=40"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *suite.split(),
+        "-p",
+        "no:cacheprovider",
+        "-v",
+        "--tb=short",
+        "--maxfail=40",
+    ]
     command += ["--continue-on-collection-errors"]  # the machine may lack a package that few tests need
     command += [f"--ignore={name}" for name in without] + [f"--junit-xml={file}", "-o", "addopts="]
     if not stage.dry and importlib.util.find_spec("xdist") is not None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from serving.front.http import create_http_app
-from tests.unit.serving.front.test_keep_alives import STREAMED
+from tests.unit.serving.front.streamed_requests import STREAMED
 from tests.unit.serving.local_service import MODEL, http_server, local_service
 
 ENDS: dict[str, tuple[bytes, bytes]] = {

@@ -17,16 +17,12 @@ from controllers.errors import StoreError
 from engine.api import EngineOverloaded
 from serving.cli.client.stream import EventSplitter
 from serving.front.http import create_http_app
+from tests.unit.serving.front.streamed_requests import PATHS, STREAMED
 from tests.unit.serving.local_service import MODEL, LocalService, http_server, local_service
 
 COMMENT = ": keep-alive"
 OFTEN_S = 0.02
 NEVER_S = 3600.0
-PATHS: dict[str, dict[str, Any]] = {
-    "/generate": {"text": "a dog", "sampling_params": {"max_new_tokens": 4}},
-    "/v1/completions": {"prompt": "a dog", "max_tokens": 4},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a dog"}], "max_tokens": 4},
-}
 
 
 @asynccontextmanager
@@ -52,12 +48,6 @@ async def test_a_turn_that_waits_for_its_first_token_says_that_it_lives(tmp_path
     assert all(line.startswith("data: ") for line in events)
     assert events[-1] == "data: [DONE]"
     assert len(events) > 1
-
-
-STREAMED: dict[str, dict[str, Any]] = PATHS | {
-    "/v1/messages": {"messages": [{"role": "user", "content": "a dog"}], "max_tokens": 4},
-    "/v1/responses": {"input": "a dog", "max_output_tokens": 16, "store": False},
-}
 
 
 @pytest.mark.parametrize("path", STREAMED)
