@@ -59,25 +59,12 @@ def run(stage: Stage) -> None:
         done.append(suite)
 
 
-def run_suite(stage: Stage, suite: str, without: list[str]) -> None:
-    if stage.left_s < 1:
-        stage.out.add(skipped(stage.section, suite, "no time left"))
-        return
-    begin_s = time.monotonic()
-    file = stage.out.path.with_suffix(f".{re.sub(r'[^a-z0-9]+', '_', suite)[:100]}.xml")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        *suite.split(),
-        "-p",
-        "no:cacheprovider",
-        "-v",
-        "--tb=short",
-        "--maxfail=40",
-    ]
+def pytest_command(stage: Stage, suite: str, without: list[str], file: Path) -> list[str]:
+    """`file` gets the JUnit report. A card that is broken must not take the rest of its time."""
+    command = [sys.executable, "-m", "pytest", *suite.split(), "-v", "--tb=short", "--maxfail=40"]
     command += ["--continue-on-collection-errors"]  # the machine may lack a package that few tests need
-    command += [f"--ignore={name}" for name in without] + [f"--junit-xml={file}", "-o", "addopts="]
+    command += ["-p", "no:cacheprovider", f"--junit-xml={file}", "-o", "addopts="]
+    command += [f"--ignore={name}" for name in without]
     if not stage.dry and importlib.util.find_spec("xdist") is not None:
         # Kernels compile on the host.
         command += ["-n", str(WORKERS), "--dist", "worksteal", "--deselect", COUNTS_OVER_A_FILE]
@@ -85,6 +72,16 @@ def run_suite(stage: Stage, suite: str, without: list[str]) -> None:
         command += [f"--timeout={ONE_TEST_S}"]
     if importlib.util.find_spec("pytest_asyncio") is None:
         command += ["-W", "ignore::pytest.PytestConfigWarning"]
+    return command
+
+
+def run_suite(stage: Stage, suite: str, without: list[str]) -> None:
+    if stage.left_s < 1:
+        stage.out.add(skipped(stage.section, suite, "no time left"))
+        return
+    begin_s = time.monotonic()
+    file = stage.out.path.with_suffix(f".{re.sub(r'[^a-z0-9]+', '_', suite)[:100]}.xml")
+    command = pytest_command(stage, suite, without, file)
     environment = {**os.environ, "KEDGE_TEST_DEVICE": "cpu" if stage.dry else "cuda"}
     environment["OMP_NUM_THREADS"] = WORKER_THREADS
     try:
