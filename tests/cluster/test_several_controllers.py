@@ -32,9 +32,10 @@ def cluster(shared_cluster: ServedCluster) -> ServedCluster:
 
 @pytest.fixture
 def sessions(client: httpx.Client, request: pytest.FixtureRequest) -> Iterator[list[Conversation]]:
-    """Sessions of all shards, each with a turn. What they say was in no test before: no KV of it is there."""
+    """Sessions of all shards, each with a turn. What they say was in no test before: no KV of it is there. Their names
+    are the test's: names drawn by chance left a shard without a session now and then."""
     rng = random.Random(request.node.name)
-    opened = [Conversation.open(client) for _ in range(12)]
+    opened = [Conversation.open(client, f"{request.node.name}-{number}") for number in range(12)]
     for session in opened:
         session.turn(random_tokens(rng, 20))
     assert {shard_of(session.session_id, SHARDS) for session in opened} == set(range(SHARDS))
