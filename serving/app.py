@@ -12,16 +12,15 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.deployment import Application
 
-from engine.api import DeltaSink, Engine
-from engine.settings import EngineSettings
 from serving.debug.loopback import host_of_serve
 from serving.front.api.keys import KeyRing
 from serving.front.ingress import Ingress
 from serving.front.ingress import place_in_serve as place_of_ingress
 from serving.logs.serve_log import deployment_options
+from serving.replica.engine_factory import EngineFactory, build_local_engine
 from serving.replica.place import place_in_serve as place_of_replica
 from serving.replica.rank_actors import ParallelEngineFactory, placement_options
-from serving.replica.replica import EngineFactory, LLMReplica
+from serving.replica.replica import LLMReplica
 from serving.settings.config import AppArgs, ReplicaArgs, parse_args
 from serving.wire.controller_calls import announce_at_deploy
 
@@ -52,14 +51,8 @@ def build(values: dict[str, Any]) -> Application:
     # Each ingress reads its own environment. If this one is the same, a bad key shows before anything starts.
     KeyRing(os.environ)
     if args.execution.tensor_parallel == 1:
-        return compose(args, _build_engine)
+        return compose(args, build_local_engine)
     return compose(args, ParallelEngineFactory(args.replicas.num_cpus, args.replicas.num_gpus))
-
-
-def _build_engine(settings: EngineSettings, sink: DeltaSink) -> Engine:
-    from engine.build import build_engine  # only where the engine runs: it imports torch, which takes seconds
-
-    return build_engine(settings, sink)
 
 
 def compose(args: AppArgs, engine_factory: EngineFactory) -> Application:

@@ -18,13 +18,13 @@ from cache.audit import PageAccounts
 from controllers.errors import ControllerError, StoreError
 from controllers.served_model import ServedModel
 from controllers.session import SessionController
-from engine.api import DeltaSink, Engine, EngineError, InvalidRequest
+from engine.api import Engine, EngineError, InvalidRequest
 from engine.models.hub import find_model
-from engine.settings import EngineSettings
 from serving.background import BackgroundTasks
 from serving.grammars.constraints import ConstraintCompiler
 from serving.logs.call_facts import CALL_FACTS, CallFacts
 from serving.replica.autoscaling_policy import ReplicaLoad
+from serving.replica.engine_factory import EngineFactory
 from serving.replica.engine_watch import WATCH_INTERVAL_S, EngineWatch
 from serving.replica.gauges import replica_gauges
 from serving.replica.generation_config import sampling_defaults
@@ -101,8 +101,6 @@ LAST_ANSWERS_S = 1.0
 """How long the last answer may be on its way. The replica deregisters only after that, since front ends then leave."""
 START_TIMEOUT_S = 900.0
 
-EngineFactory = Callable[[EngineSettings, DeltaSink], Engine]
-
 
 class LLMReplica:
     """A replica's actor. Front ends call it over their links. Errors are sent as data (ErrorInfo).
@@ -119,12 +117,14 @@ class LLMReplica:
         self._built = False
         self._args = args
         self._tasks = BackgroundTasks()
+        mailbox = Mailbox(asyncio.get_running_loop())
+        settings = args.engine_settings()
+        # Meanwhile the replica waits for the controller, which may only be starting.
+        self._building = asyncio.create_task(asyncio.to_thread(build_engine, settings, mailbox.deliver))
         place = await place_of(args)
         self._replica_id = place.replica_id
         self._listener = place.listener
-        mailbox = Mailbox(asyncio.get_running_loop())
-        settings = args.engine_settings()
-        self._engine = await asyncio.to_thread(build_engine, settings, mailbox.deliver)
+        self._engine = await self._building
         self._text = await asyncio.to_thread(place.load_text, settings.model, self._engine)
         self._sampling = await asyncio.to_thread(_sampling_of, args.model)
         self._metrics = ReplicaMetrics(self._replica_id, self._engine.stats, args.metric_labels)
@@ -323,19 +323,23 @@ class LLMReplica:
     async def __del__(self) -> None:
         """Stops the replica. Serve also calls this after `__init__` has raised, at any of its lines: that error must
         stay the visible one."""
-        engine: Engine | None = getattr(self, "_engine", None)
-        if engine is None:
+        building: asyncio.Task[Engine] | None = getattr(self, "_building", None)
+        if building is None:
+            return
+        await asyncio.wait([building])
+        if building.cancelled() or building.exception() is not None:
             return
         try:
             if self._built:
                 await self._retire()
                 await self._host.farewell()
         finally:
-            await self._stop(engine)
+            await self._stop(building.result())
 
     async def _stop(self, engine: Engine) -> None:
         await self._tasks.stop(ENGINE_STOP_TIMEOUT_S)
-        await self._listener.close()
+        if (listener := getattr(self, "_listener", None)) is not None:
+            await listener.close()
         if (spans := getattr(self, "_spans", None)) is not None:
             await asyncio.to_thread(spans.close)
         try:

@@ -24,6 +24,7 @@ from engine.api import (
     TextWatcher,
     TokenLogprob,
 )
+from serving.garbage import unsearched
 from serving.text.bad_words import word_tokens
 from serving.text.chat_template import ChatTemplate
 from serving.text.control_tokens import ControlTokens
@@ -84,7 +85,10 @@ class TextProcessor:
     @classmethod
     def load(cls, path: str, *, vocab_size: int, max_context_len: int) -> TextProcessor:
         """From a Hugging Face directory (which may lack a tokenizer) or a hub id."""
-        from serving.text.tokenizer_files import load_tokenizer  # imports transformers, which takes seconds
+        with unsearched():
+            from serving.text.tokenizer_files import (
+                load_tokenizer,  # imports transformers, which takes seconds
+            )
 
         return cls(load_tokenizer(path), vocab_size=vocab_size, max_context_len=max_context_len)
 

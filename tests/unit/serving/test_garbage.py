@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+
+from serving.garbage import unsearched
 
 PROCESS = """
 import gc
@@ -24,3 +27,22 @@ assert looked_through, "garbage cycles are never found"
 def test_what_stays_is_looked_through_no_more() -> None:
     """Runs in a process of its own, because it changes the process."""
     subprocess.run([sys.executable, "-c", PROCESS], check=True)
+
+
+def test_an_import_is_not_looked_through() -> None:
+    looked_through = list[str]()
+
+    def note(phase: str, _info: object) -> None:
+        looked_through.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        with unsearched():
+            _kept = [[number] for number in range(200_000)]
+            during = len(looked_through)
+        assert gc.isenabled()
+        _more = [[number] for number in range(200_000)]
+    finally:
+        gc.callbacks.remove(note)
+    assert not during
+    assert looked_through

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from controllers.errors import NoAnswer
 from engine.api import Engine
 from engine.build import assemble_engine
 from engine.models.errors import BadCheckpoint
@@ -17,6 +18,20 @@ from serving.replica.replica import LLMReplica
 from serving.settings.config import AppArgs, parse_args
 from tests.unit.engine.null_runner import EOS_TOKEN_ID, NullRunner
 from tests.unit.serving.replica_rig import OFF, VOCAB_SIZE
+
+ARGS = parse_args({"model": {"path": "a-model"}})
+
+
+class Engines(list[Engine]):
+    """The engines that a replica has built."""
+
+    def build(self, _settings: EngineSettings, sink: Callable[..., None]) -> Engine:
+        runner = NullRunner(num_pages=16, page_size=4, vocab_size=VOCAB_SIZE, max_context_len=64)
+        eos = frozenset({EOS_TOKEN_ID})
+        engine = assemble_engine(runner, CacheSettings(books="strict"), SchedulerSettings(), OFF, eos, sink)
+        engine.start()
+        self.append(engine)
+        return engine
 
 
 class Listener:
@@ -32,16 +47,8 @@ async def test_a_replica_that_cannot_load_its_tokenizer(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its end raised AttributeError before it had closed anything."""
-    engines = list[Engine]()
+    engines = Engines()
     listener: Any = Listener()
-
-    def build_engine(_settings: EngineSettings, sink: Callable[..., None]) -> Engine:
-        runner = NullRunner(num_pages=16, page_size=4, vocab_size=VOCAB_SIZE, max_context_len=64)
-        eos = frozenset({EOS_TOKEN_ID})
-        engine = assemble_engine(runner, CacheSettings(books="strict"), SchedulerSettings(), OFF, eos, sink)
-        engine.start()
-        engines.append(engine)
-        return engine
 
     def load_text(_settings: ModelSettings, _engine: Engine) -> Any:
         raise BadCheckpoint("tokenizer.json is not JSON")
@@ -61,11 +68,29 @@ async def test_a_replica_that_cannot_load_its_tokenizer(
 
     replica = LLMReplica.__new__(LLMReplica)
     with pytest.raises(BadCheckpoint):
-        await replica.__init__(parse_args({"model": {"path": "a-model"}}), build_engine, place_of)  # type: ignore[misc]
+        await replica.__init__(ARGS, engines.build, place_of)  # type: ignore[misc]
     await replica.__del__()  # type: ignore[misc]
     monkeypatch.delattr(
         LLMReplica, "__del__"
     )  # as in Serve's process, nobody collects the replica after its end
     assert listener.closed
+    assert not engines[0].alive
+    assert not caplog.records
+
+
+async def test_a_replica_that_is_in_no_cluster(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is built while the replica looks for its cluster."""
+    engines = Engines()
+
+    async def place_of(_args: AppArgs) -> ReplicaPlace:
+        raise NoAnswer("the controller does not answer")
+
+    replica = LLMReplica.__new__(LLMReplica)
+    with pytest.raises(NoAnswer):
+        await replica.__init__(ARGS, engines.build, place_of)  # type: ignore[misc]
+    await replica.__del__()  # type: ignore[misc]
+    monkeypatch.delattr(LLMReplica, "__del__")
     assert not engines[0].alive
     assert not caplog.records

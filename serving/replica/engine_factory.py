@@ -1,0 +1,22 @@
+"""How a replica makes its engine. A module of its own: what a replica's process gets by name from elsewhere, Python
+imports there with all that is beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.api import DeltaSink, Engine
+from engine.settings import EngineSettings
+from serving.garbage import unsearched
+
+EngineFactory = Callable[[EngineSettings, DeltaSink], Engine]
+
+
+def build_local_engine(settings: EngineSettings, sink: DeltaSink) -> Engine:
+    """An engine whose ranks all run in this process or are its children. Raises what engine.build.build_engine does."""
+    with unsearched():
+        from engine.build import (
+            build_engine,  # only where the engine runs: it imports torch, which takes seconds
+        )
+
+    return build_engine(settings, sink)
