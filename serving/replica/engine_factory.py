@@ -1,5 +1,8 @@
-"""How a replica makes its engine. A module of its own: what a replica's process gets by name from elsewhere, Python
-imports there with all that is beside it."""
+"""How a replica makes its engine.
+
+Ray sends a replica the name of this function, and the replica's process imports the module that has it. So the module
+must import nothing of the front end.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -32,6 +32,19 @@ class Engines(list[Engine]):
         engine.start()
         self.append(engine)
         return engine
+
+
+async def start_and_end(
+    engines: Engines, place_of: Callable[[AppArgs], Awaitable[ReplicaPlace]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starts a replica and ends it as Serve does, also after its start has failed. Raises what the start raises."""
+    replica: Any = LLMReplica.__new__(LLMReplica)
+    try:
+        await replica.__init__(ARGS, engines.build, place_of)
+    finally:
+        await replica.__del__()
+        # As in Serve's process, nobody collects the replica after its end.
+        monkeypatch.delattr(LLMReplica, "__del__")
 
 
 class Listener:
@@ -66,13 +79,8 @@ async def test_a_replica_that_cannot_load_its_tokenizer(
             settle=lambda: None,
         )
 
-    replica = LLMReplica.__new__(LLMReplica)
     with pytest.raises(BadCheckpoint):
-        await replica.__init__(ARGS, engines.build, place_of)  # type: ignore[misc]
-    await replica.__del__()  # type: ignore[misc]
-    monkeypatch.delattr(
-        LLMReplica, "__del__"
-    )  # as in Serve's process, nobody collects the replica after its end
+        await start_and_end(engines, place_of, monkeypatch)
     assert listener.closed
     assert not engines[0].alive
     assert not caplog.records
@@ -87,10 +95,7 @@ async def test_a_replica_that_is_in_no_cluster(
     async def place_of(_args: AppArgs) -> ReplicaPlace:
         raise NoAnswer("the controller does not answer")
 
-    replica = LLMReplica.__new__(LLMReplica)
     with pytest.raises(NoAnswer):
-        await replica.__init__(ARGS, engines.build, place_of)  # type: ignore[misc]
-    await replica.__del__()  # type: ignore[misc]
-    monkeypatch.delattr(LLMReplica, "__del__")
+        await start_and_end(engines, place_of, monkeypatch)
     assert not engines[0].alive
     assert not caplog.records
