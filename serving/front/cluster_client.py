@@ -218,7 +218,7 @@ class ClusterClient:
         return all(answers)
 
     async def drain_replica(self, replica_id: str) -> None:
-        if replica_id not in await self._replicas.present():
+        if not await self._replicas.is_present(replica_id):
             message = f"There is no replica {replica_id!r}; /get_server_info lists them."
             raise ServiceError(ErrorInfo(404, "replica_not_found", message, "replica_id"))
         try:

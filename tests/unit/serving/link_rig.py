@@ -27,8 +27,8 @@ Serve = Callable[[AnyCall, Emit], Coroutine[Any, Any, None]]
 
 
 class LinkRig:
-    """Replica "r" answers calls with `serve`. `died` is what Ray says of its process. A front end on another node uses
-    TCP."""
+    """Replica "r" answers calls with `serve`. `listed` is what the controller says, `died` what Ray says of its
+    process. A front end on another node uses TCP."""
 
     def __init__(
         self, serve: Serve, *, node: str = NODE, secret: bytes = SECRET, times: LinkTimes = TIMES
@@ -42,6 +42,7 @@ class LinkRig:
         )
         self.server = LinkServer(self.sockets, serve, self.tasks)
         self.address = self.sockets.open(self.server.frame_came)
+        self.listed = [ReplicaStatus("r", 100, 100, address=self.address)]
         self.connections = ConnectionFactory(node, CurveKeys.of_secret(secret))
         controller: Any = self
         self.calls = ReplicaCalls(
@@ -56,8 +57,8 @@ class LinkRig:
             on_gone=self.gone.append,
         )
 
-    async def replicas(self) -> list[ReplicaStatus]:
-        return [ReplicaStatus("r", 100, 100, address=self.address)]
+    async def replicas(self, _must_know: bool = False) -> list[ReplicaStatus]:
+        return self.listed
 
     async def has_died(self, _address: ReplicaAddress) -> bool:
         return self.died

@@ -6,22 +6,26 @@ from typing import Any
 
 import pytest
 
+from controllers.records import ReplicaStatus
 from serving.front.cluster_client import ClusterClient
+from serving.front.replica_calls import ReplicaCalls
 from serving.front.replica_gone import Loss, ReplicaGone
-from serving.wire.calls import AnyCall, Drain
+from serving.replica.link_server import Emit
+from serving.wire.calls import AnyCall, Drain, answer_of
 from serving.wire.errors import error_info, unavailable
 from serving.wire.turns import ServiceError
+from tests.unit.serving.link_rig import running_link
 
 
 class Replicas:
-    """A cluster with replica "a". Its answer to a drain may be an exception."""
+    """ReplicaCalls of a cluster with replica "a". Its answer to a drain may be an exception."""
 
     def __init__(self, answer: Exception | None = None) -> None:
         self._answer = answer
         self.drained: list[str] = []
 
-    async def present(self) -> tuple[str, ...]:
-        return ("a",)
+    async def is_present(self, replica_id: str) -> bool:
+        return replica_id == "a"
 
     async def call(self, replica_id: str, call: AnyCall) -> None:
         assert isinstance(call, Drain)
@@ -30,7 +34,7 @@ class Replicas:
         self.drained.append(replica_id)
 
 
-def client_of(replicas: Replicas) -> ClusterClient:
+def client_of(replicas: Replicas | ReplicaCalls) -> ClusterClient:
     unused: dict[str, Any] = dict.fromkeys(
         ("model", "siblings", "controller", "dispatcher", "conversations", "metrics", "tasks")
     )
@@ -42,6 +46,23 @@ async def test_it_reaches_the_replica() -> None:
     replicas = Replicas()
     await client_of(replicas).drain_replica("a")
     assert replicas.drained == ["a"]
+
+
+async def test_one_that_has_just_come_is_drained() -> None:
+    """Front ends ask who is there once a second. Until then, a drain was refused: there is no such replica."""
+    drained: list[AnyCall] = []
+
+    async def serve(call: AnyCall, emit: Emit) -> None:
+        drained.append(call)
+        emit(answer_of(None))
+
+    async with running_link(serve) as rig:
+        newcomer = rig.listed
+        rig.listed = [ReplicaStatus("earlier", 100, 100)]
+        await rig.calls.look()
+        rig.listed = rig.listed + newcomer
+        await client_of(rig.calls).drain_replica("r")
+    assert drained == [Drain()]
 
 
 async def test_an_unknown_replica_is_named() -> None:
