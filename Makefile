@@ -91,6 +91,7 @@ $(STAMPS)/run: requirements.lock requirements-cuda.lock pyproject.toml setup.py 
 	$(BIN)/python -c $(IS_CPU_TORCH) || $(LOCKED) -r requirements-cuda.lock
 	$(PIP) install --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m engine.cpu
+	$(BIN)/python -m compileall -q cache controllers engine serving  # else each process of the first start does so
 	$(PIP) check
 	touch $@
 

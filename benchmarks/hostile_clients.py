@@ -1,6 +1,6 @@
 """Hostile clients beside ordinary ones: how much slower the ordinary clients get, and what the server holds.
 
-    python benchmarks/hostile_clients.py --server-pid "$(pgrep -f 'serve run')" --json hostile_clients.json
+    python benchmarks/hostile_clients.py --server-pid "$(pgrep -f 'kedge serve')" --json hostile_clients.json
 
 Some sessions always have a streamed turn in flight. Each attack is measured in turn, without it and with it, A B A B.
 An attack runs in a process of its own. On a machine of few cores the ordinary clients lack the CPU that it uses.

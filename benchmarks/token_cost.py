@@ -1,7 +1,7 @@
 """CPU time of each kind of process per output token, for streams through HTTP.
 
     PYTHONPATH=.:tests/cluster kedge serve null.yaml     # import_path: null_app:build, whose steps compute nothing
-    chrt -f 50 python benchmarks/token_cost.py --server-pid "$(pgrep -f 'serve run')" --json token_cost.json
+    chrt -f 50 python benchmarks/token_cost.py --server-pid "$(pgrep -f 'kedge serve')" --json token_cost.json
 
 Each of `--streams` sessions has a streamed turn at all times. The rounds go through the numbers of streams in turn (A B
 A B); medians count. CPU time is what the kernel counts for the processes, so other work on the machine hardly affects

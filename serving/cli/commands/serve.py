@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -44,15 +45,17 @@ def serve(
     took. Exit status: 1 if nothing was started, else that of `serve run`.
     """
     began_s = time.monotonic()
-    environ = dict(os.environ)  # before Ray is imported, which may change it
-    executables = Path(sys.executable).parent
+    environ = dict(os.environ)
     with one_line_errors("serve"):
         check_system(sys.platform)
         expected = _checked(config, began_s, as_json=as_json)
+        environment = serve_environment(environ, Path(sys.executable).parent, proxy or default_proxy(environ))
+        os.environ.update(environment)  # before anything imports Ray, which reads it then
         check_cluster(address, environ, allow_open=allow_no_token)
-        environment = serve_environment(environ, executables, proxy or default_proxy(environ))
         _say_when_ready(expected, environment)
-        _become_serve_run(config, address, executables, environment)
+        serve_main = _serve_main()
+    arguments = ["run", *([] if address is None else ["--address", address]), str(config)]
+    serve_main(arguments, prog_name="serve")
 
 
 def _checked(config: Path, began_s: float, *, as_json: bool) -> Expected:
@@ -78,13 +81,12 @@ def _say_when_ready(expected: Expected, environment: dict[str, str]) -> None:
     Console(stderr=True, soft_wrap=True).print(note, markup=False, highlight=False)
 
 
-def _become_serve_run(
-    config: Path, address: str | None, executables: Path, environment: dict[str, str]
-) -> None:
-    """Replaces this process by `serve run` and does not return. Raises StartError if there is no `serve`."""
-    serve_run = executables / "serve"
-    arguments = ["run", *([] if address is None else ["--address", address]), str(config)]
+def _serve_main() -> Callable[..., Any]:
+    """What Ray Serve's command `serve` runs. It runs in this process, which has imported Ray for the checks: a process
+    of its own would do that again. Raises StartError if it is not installed."""
     try:
-        os.execve(serve_run, [str(serve_run), *arguments], environment)
-    except OSError as error:
-        raise StartError(f"{serve_run} cannot be run: {error.strerror}; it comes with ray[serve]") from error
+        from ray.serve.scripts import cli
+    except ImportError as error:
+        raise StartError(f"`serve run` cannot be run: {error}; it comes with ray[serve]") from error
+    main: Callable[..., Any] = cli.main
+    return main

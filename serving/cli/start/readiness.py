@@ -60,10 +60,9 @@ def answers_already(expected: Expected) -> bool:
 
 
 def say_when_ready(expected: Expected, environment: Mapping[str, str]) -> None:
-    """Starts the process that waits. This process, which becomes `serve run`, keeps one end of a pipe, by which the
-    other notices its end. Without that process only the line is missing."""
-    noticed, kept = os.pipe()
-    os.set_inheritable(kept, True)
+    """Starts the process that waits. This process keeps one end of a pipe, by which the other notices its end. Without
+    that process only the line is missing."""
+    noticed, _kept = os.pipe()
     what = json.dumps(asdict(expected) | {"serve_run_fd": noticed})
     with suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(

@@ -1,7 +1,7 @@
-"""Prints one line when a server answers: `ready_line.py WHAT`, beside `serve run`, which `kedge serve` becomes.
+"""Prints one line when a server answers: `ready_line.py WHAT`, beside `kedge serve`.
 
-WHAT is JSON, see readiness.Expected. The process detaches from its parent, which becomes another program and would
-never wait for it. It ends after the line, when `serve run` ends (which closes its end of the pipe), or after LONGEST_S.
+WHAT is JSON, see readiness.Expected. The process detaches from its parent, which would never wait for it. It ends after
+the line, when `kedge serve` ends (which closes its end of the pipe), or after LONGEST_S.
 It uses the standard library only, since it starts with `python -I -S`.
 """
 
@@ -54,7 +54,7 @@ def line(expected: dict[str, Any], replicas: int | None, took_s: float) -> str:
 
 
 def wait(expected: dict[str, Any], serve_run_fd: int) -> str | None:
-    """The line, once the server answers; None if `serve run` ended before."""
+    """The line, once the server answers; None if `kedge serve` ended before."""
     deadline_s = time.monotonic() + LONGEST_S
     settled_s: float | None = None
     while time.monotonic() < deadline_s:

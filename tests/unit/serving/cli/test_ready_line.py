@@ -4,16 +4,15 @@ serves what the ready line's check asks for."""
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
+from started_kedge import start_kedge
 
 from serving.cli.start.errors import StartError
 from serving.cli.start.readiness import expected_of
@@ -22,9 +21,8 @@ from serving.settings.config import parse_args
 
 CONFIG = Path(__file__).parents[4] / "configs" / "cluster.yaml"
 WAIT_S = 30.0
-KEDGE = "import sys; sys.executable = sys.argv.pop(1); from serving.cli.main import main; main()"
-SERVE_RUN = """#!{python}
-import json, os, sys
+SERVE_RUN = """
+import json, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 class Handler(BaseHTTPRequestHandler):
@@ -41,11 +39,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_): ...
 
-if {answers}:
-    server = HTTPServer(("127.0.0.1", {port}), Handler)
-    server.asked = 0
-    server.serve_forever()
-sys.exit(7)
+def main(arguments, prog_name):
+    global server
+    if {answers}:
+        server = HTTPServer(("127.0.0.1", {port}), Handler)
+        server.asked = 0
+        server.serve_forever()
+    sys.exit(7)
 """
 REPLICAS = "{'/health': (200, {}), '/get_server_info': (200, {'replicas': [{}] * replicas})}"
 KEYS = "{'/health': (200, {}), '/get_server_info': (401, {})}"
@@ -61,24 +61,12 @@ def port() -> int:
 def serving(
     directory: Path, port: int, *options: str, replies: str = REPLICAS, answers: bool = True
 ) -> Iterator[subprocess.Popen[str]]:
-    executables = directory / "bin"
-    executables.mkdir()
-    (executables / "python").symlink_to(sys.executable)
-    script = SERVE_RUN.format(python=sys.executable, port=port, replies=replies, answers=answers)
-    (executables / "serve").write_text(script)
-    (executables / "serve").chmod(0o755)
+    script = SERVE_RUN.format(port=port, replies=replies, answers=answers)
     document = yaml.safe_load(CONFIG.read_text())
     document["http_options"] = {"host": "0.0.0.0", "port": port}
     config = directory / "cluster.yaml"
     config.write_text(yaml.safe_dump(document))
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    process = subprocess.Popen(
-        [sys.executable, "-c", KEDGE, str(executables / "python"), "serve", str(config), *options],
-        env=inherited | {"RAY_TMPDIR": str(directory / "tmp")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start_kedge(directory, script, [str(config), *options])
     try:
         yield process
     finally:
@@ -96,7 +84,7 @@ def test_it_waits_for_all_replicas(tmp_path: Path, port: int) -> None:
         said = first_line(process)
         assert process.poll() is None, "it goes on"
         process.terminate()
-        assert process.wait(WAIT_S) == -15, "a signal reaches serve run itself"
+        assert process.wait(WAIT_S) == -15, "a signal ends it"
         assert process.stdout is not None
         assert process.stdout.read() == "", "one line, and who said it is gone"
     assert said.startswith(f"kedge is ready at http://127.0.0.1:{port}: model kedge-chat, 2 replicas, after ")

@@ -1,4 +1,4 @@
-"""`kedge serve` starts nothing on bad settings or on a Ray cluster that runs anybody's code. Otherwise it becomes
+"""`kedge serve` starts nothing on bad settings or on a Ray cluster that runs anybody's code. Otherwise it runs
 `serve run`. Here a script takes the place of `serve run` and reports how it was started."""
 
 from __future__ import annotations
@@ -6,14 +6,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from gcs_server import LOOPBACK, OWN, GcsServer
+from started_kedge import start_kedge
 
 from serving.cli.start import environment
 from serving.cli.start.environment import PORTS
@@ -23,12 +22,13 @@ from serving.front.ray_headers import IMPORT_PATH
 CONFIG = Path(__file__).parents[4] / "configs" / "cluster.yaml"
 TIMEOUT_S = 60.0
 
-SERVE_RUN = """#!{python}
+SERVE_RUN = """
 import json, os, sys
-print(json.dumps({{"arguments": sys.argv[1:], "environment": dict(os.environ)}}))
-sys.exit(7)
+
+def main(arguments, prog_name):
+    print(json.dumps({"arguments": arguments, "environment": dict(os.environ)}))
+    sys.exit(7)
 """
-KEDGE = "import sys; sys.executable = sys.argv.pop(1); from serving.cli.main import main; main()"
 
 
 @dataclass(frozen=True)
@@ -45,25 +45,16 @@ class Kedge:
     """The `kedge` of an environment with executables of its own, in which Ray has never run."""
 
     def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.executables = directory / "bin"
-        self.temporary = directory / "tmp"
-        self.executables.mkdir()
-        serve_run = self.executables / "serve"
-        serve_run.write_text(SERVE_RUN.format(python=sys.executable))
-        serve_run.chmod(0o755)
 
-    def serve(self, *options: str, config: Path = CONFIG, **variables: str) -> Started:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        done = subprocess.run(
-            [sys.executable, "-c", KEDGE, str(self.executables / "python"), "serve", str(config), *options],
-            env=inherited | {"RAY_TMPDIR": str(self.temporary)} | variables,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-        told = json.loads(done.stdout) if done.stdout else {"arguments": None, "environment": {}}
-        return Started(done.returncode, done.stderr, told["arguments"], told["environment"])
+    def serve(
+        self, *options: str, config: Path = CONFIG, serve_run: str | None = SERVE_RUN, **variables: str
+    ) -> Started:
+        process = start_kedge(self.directory, serve_run, [str(config), *options], **variables)
+        output, error = process.communicate(timeout=TIMEOUT_S)
+        told = json.loads(output) if output else {"arguments": None, "environment": {}}
+        return Started(process.returncode, error, told["arguments"], told["environment"])
 
 
 @pytest.fixture
@@ -86,7 +77,7 @@ def refused(started: Started) -> str:
     return started.error
 
 
-def test_it_becomes_serve_run(kedge: Kedge) -> None:
+def test_it_runs_serve_run(kedge: Kedge) -> None:
     started = kedge.serve()
     assert started.arguments == ["run", str(CONFIG)]
     assert started.status == 7, "the exit status is that of serve run"
@@ -190,8 +181,7 @@ def test_another_proxy_is_refused(kedge: Kedge) -> None:
 
 
 def test_without_ray_serve_it_says_so(kedge: Kedge) -> None:
-    (kedge.executables / "serve").unlink()
-    assert "it comes with ray[serve]" in refused(kedge.serve())
+    assert "it comes with ray[serve]" in refused(kedge.serve(serve_run=None))
 
 
 @pytest.mark.skipif(OWN == LOOPBACK, reason="needs a network")
