@@ -41,6 +41,7 @@ REPLICAS = 8
 """How many replicas call the actor with --ray."""
 FILE, FLUSHED_FILE, REDIS = "file", "file, full_sync", "redis"
 FLUSHES = 50
+REDIS_STOP_S = 30.0
 
 Commit = Callable[[Any], Awaitable[object]]
 
@@ -193,8 +194,8 @@ def redis_server(folder: str) -> Iterator[str | None]:
         try:
             yield f"unix://{short}/s"
         finally:
-            server.kill()
-            server.wait()
+            server.terminate()  # it then ends the process that rewrites its file, too
+            server.wait(REDIS_STOP_S)
 
 
 def flush_ms(folder: str) -> float:

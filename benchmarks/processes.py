@@ -91,6 +91,8 @@ def _role(command: list[str]) -> str:
         _, replica, rest = title.partition("ServeReplica:")  # while it starts, its own id comes before that
         whole = f"ray::{replica}{rest}" if replica else title
         return whole.split(".")[0].split(" ")[0]
+    if len(command) < 3:  # a process that has written its own title has a line of one word
+        title = title.partition(" ")[0]
     script = next((word for word in command[1:] if word.endswith(".py")), title)
     return Path(script).name
 
