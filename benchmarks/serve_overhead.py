@@ -86,6 +86,8 @@ def run_case(server: Server, case: Case, seed: int, extra: list[str]) -> dict[st
         if done.returncode not in (0, EXIT_REJECTED):
             raise SystemExit(f"{server.name}: kedge bench failed\n{done.stdout}")
         document: dict[str, Any] = json.loads(out.read_text())
+    settings = document["settings"]
+    settings["model"] = Path(settings["model"]).name  # some servers tell the folder that they read it from
     for reason in document["summary"]["rejected"]:
         Console(stderr=True, soft_wrap=True).print(
             f"{server.name}, {case.name}: rejected: {reason}", markup=False
