@@ -28,7 +28,7 @@ from serving.front.conversations import Conversations
 from serving.front.ownership_cache import Owner
 from serving.front.refusals import LOG_AWAY
 from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
-from serving.front.replica_gone import ReplicaGone
+from serving.front.replica_gone import Loss, ReplicaGone
 from serving.front.shared_answer import SharedAnswer
 from serving.front.siblings import Siblings
 from serving.front.turn_dispatch import RETRY_PAUSE_S, TurnDispatcher
@@ -218,12 +218,12 @@ class ClusterClient:
         return all(answers)
 
     async def drain_replica(self, replica_id: str) -> None:
-        if not await self._replicas.is_present(replica_id):
-            message = f"There is no replica {replica_id!r}; /get_server_info lists them."
-            raise ServiceError(ErrorInfo(404, "replica_not_found", message, "replica_id"))
         try:
             await self._replicas.call(replica_id, Drain())
         except ReplicaGone as error:
+            if error.loss is Loss.UNKNOWN:
+                message = f"There is no replica {replica_id!r}; /get_server_info lists them."
+                raise ServiceError(ErrorInfo(404, "replica_not_found", message, "replica_id")) from error
             raise ServiceError(unavailable(f"replica {replica_id!r} does not answer")) from error
 
     async def sessions(self, *, tenant: str | None, after: str | None, limit: int) -> list[SessionInfo]:

@@ -118,10 +118,6 @@ class ReplicaCalls:
                 await self._membership.look()
         return self._membership.present
 
-    async def is_present(self, replica_id: str) -> bool:
-        """Whether the replica may answer. The controller is asked about one that is not known here: it may be new."""
-        return await self._membership.find(replica_id) is not None
-
     async def look(self) -> None:
         """Asks the controller for the replicas. To be called every membership.LOOK_INTERVAL_S. Raises
         ControllerError."""

@@ -17,9 +17,7 @@ EngineFactory = Callable[[EngineSettings, DeltaSink], Engine]
 
 def build_local_engine(settings: EngineSettings, sink: DeltaSink) -> Engine:
     """An engine whose ranks all run in this process or are its children. Raises what engine.build.build_engine does."""
-    with unsearched():
-        from engine.build import (
-            build_engine,  # only where the engine runs: it imports torch, which takes seconds
-        )
+    with unsearched():  # only where the engine runs: this imports torch, which takes seconds
+        from engine.build import build_engine
 
     return build_engine(settings, sink)

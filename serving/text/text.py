@@ -85,10 +85,8 @@ class TextProcessor:
     @classmethod
     def load(cls, path: str, *, vocab_size: int, max_context_len: int) -> TextProcessor:
         """From a Hugging Face directory (which may lack a tokenizer) or a hub id."""
-        with unsearched():
-            from serving.text.tokenizer_files import (
-                load_tokenizer,  # imports transformers, which takes seconds
-            )
+        with unsearched():  # this imports transformers, which takes seconds
+            from serving.text.tokenizer_files import load_tokenizer
 
         return cls(load_tokenizer(path), vocab_size=vocab_size, max_context_len=max_context_len)
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 
+from serving.garbage import unsearched
 from serving.settings.config import AppArgs, parse_args
 from tests.simulation.clients import Clients
 from tests.simulation.endings import books, leftovers
@@ -55,14 +56,11 @@ class Outcome:
 def run(schedule: Schedule) -> Outcome:
     """Plays a schedule. The same schedule gives the same outcome."""
     simulation = Simulation(schedule)
-    collects = gc.isenabled()
-    gc.disable()  # finalizers would run at times that the seed does not determine
-    try:
-        return simulation.play()
-    finally:
-        simulation.end()
-        if collects:
-            gc.enable()
+    with unsearched():  # finalizers would run at times that the seed does not determine
+        try:
+            return simulation.play()
+        finally:
+            simulation.end()
 
 
 class Simulation:

@@ -45,14 +45,15 @@ def serve(
     took. Exit status: 1 if nothing was started, else that of `serve run`.
     """
     began_s = time.monotonic()
-    environ = dict(os.environ)
+    environ = dict(os.environ)  # what the user has set, before it is changed here and by Ray
     with one_line_errors("serve"):
         check_system(sys.platform)
         expected = _checked(config, began_s, as_json=as_json)
-        environment = serve_environment(environ, Path(sys.executable).parent, proxy or default_proxy(environ))
-        os.environ.update(environment)  # before anything imports Ray, which reads it then
+        executables = Path(sys.executable).parent
+        # Before anything imports Ray, which reads it then.
+        os.environ.update(serve_environment(environ, executables, proxy or default_proxy(environ)))
         check_cluster(address, environ, allow_open=allow_no_token)
-        _say_when_ready(expected, environment)
+        _say_when_ready(expected)
         serve_main = _serve_main()
     arguments = ["run", *([] if address is None else ["--address", address]), str(config)]
     serve_main(arguments, prog_name="serve")
@@ -73,9 +74,9 @@ def _checked(config: Path, began_s: float, *, as_json: bool) -> Expected:
         raise StartError(f"{config}: {error}") from error
 
 
-def _say_when_ready(expected: Expected, environment: dict[str, str]) -> None:
+def _say_when_ready(expected: Expected) -> None:
     if not answers_already(expected):
-        say_when_ready(expected, environment)
+        say_when_ready(expected)
         return
     note = f"kedge serve: {expected.url} answers already; `serve status` tells when this deployment is there"
     Console(stderr=True, soft_wrap=True).print(note, markup=False, highlight=False)

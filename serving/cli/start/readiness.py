@@ -59,15 +59,14 @@ def answers_already(expected: Expected) -> bool:
     return ready_line.answer(f"{expected.url}/health", PROBE_TIMEOUT_S) is not None
 
 
-def say_when_ready(expected: Expected, environment: Mapping[str, str]) -> None:
+def say_when_ready(expected: Expected) -> None:
     """Starts the process that waits. This process keeps one end of a pipe, by which the other notices its end. Without
     that process only the line is missing."""
     noticed, _kept = os.pipe()
-    what = json.dumps(asdict(expected) | {"serve_run_fd": noticed})
+    what = json.dumps(asdict(expected) | {"server_fd": noticed})
     with suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(
             [sys.executable, "-I", "-S", ready_line.__file__, what],
-            env=dict(environment),
             stdin=subprocess.DEVNULL,
             pass_fds=(noticed,),
             timeout=FORK_TIMEOUT_S,

@@ -53,12 +53,12 @@ def line(expected: dict[str, Any], replicas: int | None, took_s: float) -> str:
     )
 
 
-def wait(expected: dict[str, Any], serve_run_fd: int) -> str | None:
+def wait(expected: dict[str, Any], server_fd: int) -> str | None:
     """The line, once the server answers; None if `kedge serve` ended before."""
     deadline_s = time.monotonic() + LONGEST_S
     settled_s: float | None = None
     while time.monotonic() < deadline_s:
-        if select.select([serve_run_fd], [], [], LOOK_EVERY_S)[0]:
+        if select.select([server_fd], [], [], LOOK_EVERY_S)[0]:
             return None
         if answer(f"{expected['url']}/health") is None:
             continue
@@ -77,7 +77,7 @@ def main() -> None:
     if os.fork():
         os._exit(0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    said = wait(expected, expected["serve_run_fd"])
+    said = wait(expected, expected["server_fd"])
     if said is not None:
         sys.stdout.write(said + "\n")
         sys.stdout.flush()

@@ -46,3 +46,13 @@ def test_an_import_is_not_looked_through() -> None:
         gc.callbacks.remove(note)
     assert not during
     assert looked_through
+
+
+def test_where_nothing_is_searched_it_stays_so() -> None:
+    gc.disable()
+    try:
+        with unsearched():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -24,9 +24,6 @@ class Replicas:
         self._answer = answer
         self.drained: list[str] = []
 
-    async def is_present(self, replica_id: str) -> bool:
-        return replica_id == "a"
-
     async def call(self, replica_id: str, call: AnyCall) -> None:
         assert isinstance(call, Drain)
         if self._answer is not None:
@@ -40,6 +37,10 @@ def client_of(replicas: Replicas | ReplicaCalls) -> ClusterClient:
     )
     parts: dict[str, Any] = {"replicas": replicas}
     return ClusterClient(settings={}, **parts, **unused)
+
+
+async def not_called(call: AnyCall, _emit: Emit) -> None:
+    raise AssertionError(f"{call} came to another replica")
 
 
 async def test_it_reaches_the_replica() -> None:
@@ -66,11 +67,10 @@ async def test_one_that_has_just_come_is_drained() -> None:
 
 
 async def test_an_unknown_replica_is_named() -> None:
-    replicas = Replicas()
-    with pytest.raises(ServiceError) as caught:
-        await client_of(replicas).drain_replica("z")
+    async with running_link(not_called) as rig:
+        with pytest.raises(ServiceError) as caught:
+            await client_of(rig.calls).drain_replica("z")
     assert (caught.value.info.status, caught.value.info.code) == (404, "replica_not_found")
-    assert replicas.drained == []
 
 
 @pytest.mark.parametrize(
