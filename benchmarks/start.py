@@ -103,6 +103,11 @@ def environment(folder: Path, proxy: str) -> dict[str, str]:
 
 def measure(command: list[str], env: dict[str, str], path: str) -> dict[str, float]:
     """Starts the command, waits for its first answer, measures its memory and ends it."""
+    before_s = time.monotonic()
+    while _answers(path):  # the server before, whose proxy may end after the command
+        if time.monotonic() - before_s > STOP_TIMEOUT_S:
+            raise SystemExit(f"somebody else answers at port {PORT}")
+        time.sleep(POLL_S)
     begin_s = time.monotonic()
     served = subprocess.Popen(
         command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
