@@ -233,7 +233,12 @@ async def _on_client_gone(_request: Request, _error: Exception) -> Response:
 
 class UnexpectedErrors:
     """ASGI middleware, the last safety net: an unexpected error is logged and answered with a 500 in the protocol's
-    shape."""
+    shape.
+
+    It leaves its own `send` in the scope (`scope["state"]["send_body"]`). A stream sends its start through all layers,
+    as they need to know that the answer has begun, and what follows through this: each layer between costs every token
+    a call.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -242,6 +247,7 @@ class UnexpectedErrors:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
+        scope.setdefault("state", {})["send_body"] = send
         started = False
 
         async def note_start(message: Message) -> None:

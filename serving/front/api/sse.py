@@ -91,25 +91,27 @@ class TurnEventStream(EventSourceResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         keep_alive_s: float = scope["app"].state.keep_alive_s
+        self._send_start: Send = send
+        self._send_body: Send = scope["state"]["send_body"]
         try:
-            await until_disconnect(receive, self._reply(send, keep_alive_s))
+            await until_disconnect(receive, self._reply(keep_alive_s))
         except ClientGone:
             if not self._started:
                 raise
 
-    async def _reply(self, send: Send, keep_alive_s: float) -> None:
+    async def _reply(self, keep_alive_s: float) -> None:
         try:
             async with asyncio.timeout(None) as patience:
-                watch = asyncio.create_task(self._watch(send, keep_alive_s, patience))
+                watch = asyncio.create_task(self._watch(keep_alive_s, patience))
                 try:
-                    await self._write(send, await self._write_turns(send), ends=True)
+                    await self._write(await self._write_turns(), ends=True)
                 finally:
                     watch.cancel()
                     await asyncio.gather(watch, return_exceptions=True)
         except TimeoutError:
             raise ClientGone from None
 
-    async def _write_turns(self, send: Send) -> bytes:
+    async def _write_turns(self) -> bytes:
         """Returns what ends the stream, with the last turn's last event: each write costs a system call here and in
         each proxy. Raises ClientGone, and any error that comes before the reply has started; later errors go into the
         stream."""
@@ -124,7 +126,7 @@ class TurnEventStream(EventSourceResponse):
                     if not running:
                         last = text or b""
                     elif text is not None:
-                        await self._write(send, text)
+                        await self._write(text)
             return last + encoder.closing()
         except ClientGone:
             raise
@@ -142,7 +144,7 @@ class TurnEventStream(EventSourceResponse):
         self._accepted.add(index)
         return self._encoder.accepted() if len(self._accepted) == len(self._plan.calls) else None
 
-    async def _watch(self, send: Send, keep_alive_s: float, patience: asyncio.Timeout) -> None:
+    async def _watch(self, keep_alive_s: float, patience: asyncio.Timeout) -> None:
         """Sends a sign of life when nothing has been sent for `keep_alive_s`. Lets `patience` expire once the client
         has taken nothing for SEND_PATIENCE_S. One task watches the clock for everything that is sent."""
         loop = asyncio.get_running_loop()
@@ -160,12 +162,12 @@ class TurnEventStream(EventSourceResponse):
             else:
                 try:
                     async with asyncio.timeout(SEND_PATIENCE_S):
-                        await self._write(send, self._encoder.keep_alive)
+                        await self._write(self._encoder.keep_alive)
                 except TimeoutError:
                     break
         patience.reschedule(loop.time())
 
-    async def _write(self, send: Send, body: bytes, *, ends: bool = False) -> None:
+    async def _write(self, body: bytes, *, ends: bool = False) -> None:
         """Sends whole events; a lock keeps them apart. The first time, sends status and headers before them. `ends`
         says that nothing follows."""
         async with self._sending:
@@ -173,8 +175,10 @@ class TurnEventStream(EventSourceResponse):
             self._sending_since_s = loop.time()
             if not self._started:
                 self._started = True
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await self._send_start(
+                    {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                )
             if body or ends:
-                await send({"type": "http.response.body", "body": body, "more_body": not ends})
+                await self._send_body({"type": "http.response.body", "body": body, "more_body": not ends})
             self._sending_since_s = None
             self._sent_s = loop.time()
