@@ -3,21 +3,23 @@
     PYTHONPATH=.:tests/cluster kedge serve null.yaml     # import_path: null_app:build; STATE_DIR/counts says [0, 0, 0]
     chrt -f 50 python benchmarks/engine_beside_clients.py --counts STATE_DIR/counts --json engine_beside_clients.json
 
-Both run the real engine around the null runner, whose steps wait for 2 ms, with turns of the same length. Clients leave
-gaps, so a step has fewer items than there are streams; the engine without clients then runs that many streams. Rounds
-of the two alternate (A B A B); the medians count. The difference comes from what shares the interpreter's lock and the
-caches: the event loop that sends out the turns' events.
+Both run the real engine around the null runner, whose steps wait for 2 ms, with sessions of as many turns of the same
+length. Clients leave gaps, so a step has fewer items than there are streams; the engine without clients then runs that
+many streams. Rounds of the two alternate (A B A B); the medians count. The difference comes from what shares the
+interpreter's lock and the caches: the event loop that sends out the turns' events.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import queue
+import random
 import statistics
 import sys
 import tempfile
-import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from token_cost import run
 
-from engine.api import GenerateRequest, SamplingParams, TokenDelta
+from engine.api import Engine, GenerateRequest, SamplingParams, TokenDelta
 from engine.settings import (
     CacheSettings,
     EngineSettings,
@@ -70,62 +72,95 @@ def read(counts: Path) -> list[float]:
     return found
 
 
-class Turns:
-    """Streams of turns without clients: the end of one begins the next. A DeltaSink."""
+class Stream:
+    """One session after another, each of `turns` turns. Its history and chain are kept as a replica keeps them."""
 
-    def __init__(self, counts: Path) -> None:
-        self._ended: list[str] = []
-        self._any = threading.Event()
+    def __init__(self, engine: Engine, number: int, turns: int) -> None:
+        self._engine = engine
+        self._random = random.Random(number)
+        self._turns = turns
+        self._name = f"s{number}"
+        self._begun = 0
+        self._new: list[int] = []
+        self._chain = engine.empty_chain("")
+
+    @property
+    def session_id(self) -> str:
+        return f"{self._name}-{(self._begun - 1) // self._turns}"
+
+    def begin(self) -> None:
+        """Submits the next turn, whose request id is the stream's name and the turn's number."""
+        if self._begun and self._begun % self._turns == 0:
+            self._engine.close_session(self.session_id)
+            self._chain = self._engine.empty_chain("")
+        self._begun += 1
+        self._new = [self._random.randrange(3, 900) for _ in range(PROMPT)]
+        sampling = SamplingParams(TOKENS, temperature=0.0, ignore_eos=True)
+        request = GenerateRequest(
+            f"{self._name}:{self._begun}",
+            self._new,
+            sampling,
+            history=self._chain.tokens,
+            history_len=len(self._chain),
+            history_chain=self._chain,
+            session_id=self.session_id,
+        )
+        self._engine.submit(request)
+
+    def took(self, output: Sequence[int]) -> None:
+        """The turn has ended: it becomes history."""
+        self._chain.extend(self._new)
+        self._chain.extend(output)
+
+
+class Turns:
+    """Streams without clients: the end of one turn begins the next. A DeltaSink."""
+
+    def __init__(self, counts: Path, streams: int, turns: int) -> None:
+        self._deltas: queue.SimpleQueue[Sequence[TokenDelta]] = queue.SimpleQueue()
         cache = CacheSettings(16, num_pages=16_384, books="off")
         settings = EngineSettings(
             ModelSettings(str(MODEL)), cache, SchedulerSettings(max_running=256), SpeculationSettings()
         )
         self._counts = counts
-        self._engine = null_engine(settings, self, lambda: False, STEP_S, counts)
+        self._engine = null_engine(settings, self._deltas.put, lambda: False, STEP_S, counts)
+        self._streams = {f"s{number}": Stream(self._engine, number, turns) for number in range(streams)}
         self._engine.start()
 
-    def __call__(self, deltas: Sequence[TokenDelta]) -> None:
-        ended = [delta.request_id for delta in deltas if delta.finish is not None]
-        if ended:
-            self._ended += ended
-            self._any.set()
-
-    def cost(self, streams: int) -> Cost:
+    def cost(self) -> Cost:
         """The cost of STEPS steps; nothing runs before and after."""
-        for number in range(streams):
-            self._submit(number)
+        for stream in self._streams.values():
+            stream.begin()
         while read(self._counts)[0] == 0:
             time.sleep(STEP_S)
-        before, running, last = read(self._counts), streams, streams - 1
+        before, running = read(self._counts), len(self._streams)
+        outputs: dict[str, list[int]] = defaultdict(list)
         while running:
-            self._any.wait()
-            self._any.clear()
-            while self._ended:
-                self._ended.pop()
-                running -= 1
+            for delta in self._deltas.get():
+                outputs[delta.request_id] += delta.token_ids
+                if delta.finish is None:
+                    continue
+                stream = self._streams[delta.request_id.partition(":")[0]]
+                stream.took(outputs.pop(delta.request_id))
                 if read(self._counts)[0] - before[0] < STEPS:
-                    last, running = last + 1, running + 1
-                    self._submit(last)
+                    stream.begin()
+                else:
+                    running -= 1
         return Cost.since(self._counts, before)
 
     def stop(self) -> None:
         self._engine.stop(10.0)
 
-    def _submit(self, number: int) -> None:
-        prompt = [3 + (number + n) % 900 for n in range(PROMPT)]
-        sampling = SamplingParams(TOKENS, temperature=0.0, ignore_eos=True)
-        self._engine.submit(GenerateRequest(f"r{number}", prompt, sampling))
 
-
-def without_clients(streams: int) -> Cost:
+def without_clients(streams: int, turns: int) -> Cost:
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "counts"
         counts.write_text("[0, 0, 0]")
-        turns = Turns(counts)
+        streaming = Turns(counts, streams, turns)
         try:
-            return turns.cost(streams)
+            return streaming.cost()
         finally:
-            turns.stop()
+            streaming.stop()
 
 
 def beside_clients(url: str, counts: Path, streams: int, turns: int, seed: int) -> Cost:
@@ -152,7 +187,7 @@ def main() -> None:
     for number in range(args.rounds):
         for streams in args.streams:
             beside = beside_clients(args.url, args.counts, streams, args.turns, number)
-            costs[streams].append((beside, without_clients(round(beside.items_a_step))))
+            costs[streams].append((beside, without_clients(round(beside.items_a_step), args.turns)))
     rows: list[dict[str, Any]] = [
         {
             "streams": streams,
