@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Protocol, cast
 
 import ray
 from ray import cloudpickle
@@ -24,6 +24,7 @@ from ray.actor import ActorHandle
 
 from controllers.attended_clock import TICK_S
 from controllers.cluster import Cluster
+from controllers.commit_groups import Write
 from controllers.deployments import Deployments
 from controllers.errors import ControllerError
 from controllers.histogram import Measure
@@ -39,12 +40,23 @@ from controllers.records import (
     SessionRecord,
     SessionReport,
     SessionStatus,
+    SocketAddress,
     TurnNote,
     TurnRecord,
 )
 from controllers.settings import ClusterSettings, Deployment, LogSettings
 from controllers.store import SessionStore
 from controllers.wire_record import FIRST_VERSION, WIRE_VERSION
+
+
+class CommitServer(Protocol):
+    """Takes turns over connections without Ray. Used on the actor's event loop."""
+
+    def admit(self, key: bytes) -> SocketAddress:
+        """Where a process with this public key may connect."""
+
+
+ServeCommits = Callable[[Write], CommitServer]
 
 _HEAD_NODE = "node:__internal_head__"
 _HEAD_NODE_SHARE = 0.001
@@ -56,8 +68,9 @@ class ClusterController:
 
     `settings` apply until a deployment is announced. From then on those of the newest deployment apply, also after the
     actor has restarted. `cluster` names the cluster to others on the same session log. `link_secret` is shared by the
-    processes of the cluster; Ray keeps it for a restart of the actor. `clock` returns Unix time and `timer` monotonic
-    time, in seconds. Construction raises StoreError if the session log cannot be used.
+    processes of the cluster; Ray keeps it for a restart of the actor. `serve_commits` makes the server of commit_turns
+    for connections without Ray (None: there is none). `clock` returns Unix time and `timer` monotonic time, in seconds.
+    Construction raises StoreError if the session log cannot be used.
     """
 
     version = WIRE_VERSION
@@ -69,6 +82,7 @@ class ClusterController:
         log: LogSettings,
         cluster: str,
         link_secret: bytes = b"",
+        serve_commits: ServeCommits | None = None,
         *,
         open_log: Callable[[LogSettings, str, Callable[[], float]], SessionStore] = open_store,
         clock: Callable[[], float] = time.time,
@@ -80,6 +94,7 @@ class ClusterController:
         self._cluster = Cluster(self._deployments.settings, store, clock=clock, timer=timer)
         self._cluster.tick()
         self._commits = self._cluster.commits.in_groups()
+        self._commit_server = None if serve_commits is None else serve_commits(self._commits.commit)
         self._ticks: asyncio.Task[None] | None = None
         count = self._cluster.count()
         logging.getLogger(__name__).info("session log %s: %d sessions", log, count)
@@ -177,6 +192,10 @@ class ClusterController:
         """Each turn's outcome, see Commits.commit."""
         return await self._commits.commit(records)
 
+    async def commit_address(self, key: bytes) -> SocketAddress | None:
+        """Where a process with this public key may connect to commit turns without Ray. None: nowhere."""
+        return None if self._commit_server is None else self._commit_server.admit(key)
+
     async def close_session(
         self,
         session_id: str,
@@ -227,7 +246,11 @@ class ClusterController:
 
 
 def get_or_create_controller(
-    name: str, namespace: str, settings: ClusterSettings, log: LogSettings
+    name: str,
+    namespace: str,
+    settings: ClusterSettings,
+    log: LogSettings,
+    serve_commits: ServeCommits | None = None,
 ) -> ActorHandle:
     """The cluster controller's handle. Creates the actor if there is none, and does not wait for it to be up.
 
@@ -250,7 +273,9 @@ def get_or_create_controller(
         # Ray keeps its session's name as long as a cluster lives, even if the head node restarts from Ray's own state
         # in Redis. No two clusters have the same name.
         cluster = ray.get_runtime_context().get_session_name()
-        return actor_class.remote(settings, log, cluster, secrets.token_bytes(LINK_SECRET_BYTES))
+        return actor_class.remote(
+            settings, log, cluster, secrets.token_bytes(LINK_SECRET_BYTES), serve_commits
+        )
 
 
 @contextmanager

@@ -282,15 +282,22 @@ class LedgerEntry:
 
 @wire_record
 @dataclass(frozen=True, slots=True)
-class ReplicaAddress:
-    """Where front ends reach a replica: on its node by the socket `path`, on other nodes by `url`. There the replica
-    authenticates with the secret key of `public_key` (CurveZMQ, Z85). `actor` and `namespace` are Ray's names for its
-    process. The cluster controller only passes the address on."""
+class SocketAddress:
+    """Where a process listens: on its node at the socket `path`, for other nodes at `url`. There it authenticates with
+    the secret key of `public_key` (CurveZMQ, Z85)."""
 
     node_id: str
     path: str
     url: str
     public_key: str
+
+
+@wire_record
+@dataclass(frozen=True, slots=True)
+class ReplicaAddress(SocketAddress):
+    """Where front ends reach a replica. `actor` and `namespace` are Ray's names for its process. The cluster controller
+    only passes the address on."""
+
     actor: str
     namespace: str
 

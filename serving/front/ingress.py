@@ -33,7 +33,6 @@ from serving.front.operator_port import OperatorPort
 from serving.front.ownership_cache import OwnershipCache
 from serving.front.recorder import Recorder
 from serving.front.replica_calls import ANY_REPLICA, HasDied, OpenConnection, ReplicaCalls
-from serving.front.replica_connection import ConnectionFactory
 from serving.front.replica_gone import ReplicaGone
 from serving.front.replica_link import LinkTimes
 from serving.front.siblings import Siblings
@@ -44,6 +43,7 @@ from serving.settings.config import AppArgs
 from serving.trace.opening import front_traces, open_spans
 from serving.watch.metrics import IngressMetrics
 from serving.wire.calls import GetModelInfo
+from serving.wire.connections import ConnectionFactory
 from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, ControllerCalls, connect_controller
 from serving.wire.link_keys import CurveKeys
 from serving.wire.turns import ModelInfo, TurnService

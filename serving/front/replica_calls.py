@@ -21,9 +21,10 @@ from serving.background import BackgroundTasks
 from serving.front.conversations import Affinity
 from serving.front.membership import Membership
 from serving.front.replica_gone import Loss, ReplicaGone
-from serving.front.replica_link import Connection, ConnectionEvents, LinkTimes, ReplicaLink
+from serving.front.replica_link import LinkTimes, ReplicaLink
 from serving.watch.registry import Figure
 from serving.wire.calls import Answer, AnyCall, Describe, RunTurn, UnreadableMessage, result_of
+from serving.wire.connections import Connection, ConnectionEvents
 from serving.wire.controller_calls import ControllerCalls
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import TurnCall, TurnEvent

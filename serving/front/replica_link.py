@@ -12,7 +12,6 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from serving.front.replica_gone import ReplicaGone
 from serving.wire.calls import (
@@ -25,6 +24,7 @@ from serving.wire.calls import (
     encode_request,
 )
 from serving.wire.channel import Channel, ChannelLost
+from serving.wire.connections import Connection, ConnectionEvents
 from serving.wire.turns import TurnEvent
 
 logger = logging.getLogger(__name__)
@@ -45,27 +45,6 @@ class LinkTimes:
     sign_of_life_s: float = 2.0
     silence_s: float = 20.0
     reopen_s: float = 3.0
-
-
-class Connection(Protocol):
-    """A connection to one replica, which reopens automatically. Frames keep their order while it does not break."""
-
-    def send(self, header: bytes, body: bytes) -> None: ...
-
-    def renew(self) -> None:
-        """Replaces a silent connection by a new one."""
-
-    def close(self) -> None: ...
-
-
-class ConnectionEvents(Protocol):
-    """What the owner of a connection is told, on the event loop."""
-
-    def frame_came(self, header: bytes, body: bytes) -> None: ...
-
-    def connected(self) -> None: ...
-
-    def broke(self) -> None: ...
 
 
 OpenConnection = Callable[[ConnectionEvents], Connection]

@@ -25,14 +25,12 @@ from serving.wire.calls import (
     encode_replies,
 )
 from serving.wire.channel import Channel, ChannelLost, begins, lost_header
+from serving.wire.peer_sockets import Peer
 from serving.wire.turn_events import event_weight, merge_events, split_event
 from serving.wire.turns import TurnEvent
 from serving.wire.versions import UNKNOWN_CALL
 
 logger = logging.getLogger(__name__)
-
-Peer = tuple[int, bytes]
-"""A front end's channel: the index of the socket it uses, and its name there."""
 
 Emit = Callable[[Answer | TurnEvent], None]
 """Sends an answer or an event of a call to its front end."""
@@ -53,9 +51,6 @@ SILENCE_S = 20.0
 UNREACHABLE_S = 5.0
 """A front end that is silent for SILENCE_S or unreachable for UNREACHABLE_S is gone, and its calls are given up."""
 TICK_S = 0.5
-
-
-TakeFrame = Callable[[Peer, bytes, bytes], None]
 
 
 class PeerConnections(Protocol):

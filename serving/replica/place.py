@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import ray
@@ -17,8 +18,7 @@ from engine.models.hub import find_model
 from engine.settings import ModelSettings
 from serving.garbage import settle
 from serving.logs.serve_log import log_with_serve
-from serving.replica.link_server import PeerConnections, TakeFrame
-from serving.replica.peer_sockets import PeerSockets
+from serving.replica.link_server import PeerConnections
 from serving.settings.config import AppArgs
 from serving.text.text import TextProcessor
 from serving.watch.metrics import EndedTurn
@@ -26,6 +26,7 @@ from serving.watch.ray_gauges import RayGauges
 from serving.watch.ray_llm import RayLLM
 from serving.wire.controller_calls import ControllerCalls, connect_controller
 from serving.wire.link_keys import CurveKeys
+from serving.wire.peer_sockets import PeerSockets, TakeFrame
 
 
 class Listener(PeerConnections, Protocol):
@@ -74,10 +75,9 @@ async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> ReplicaPla
         controller=controller,
         listener=PeerSockets(
             ray.util.get_node_ip_address(),
-            CurveKeys.of_secret(await controller.link_secret()).public,
+            (CurveKeys.of_secret(await controller.link_secret()).public,),
             node_id=context.get_node_id(),
-            actor=context.get_actor_name(),
-            namespace=context.namespace,
+            make_address=partial(ReplicaAddress, actor=context.get_actor_name(), namespace=context.namespace),
         ),
         publish_gauges=published,
         turn_ended=nothing_told if boards is None else boards.ended,

@@ -340,6 +340,8 @@ class LLMReplica:
         await self._tasks.stop(ENGINE_STOP_TIMEOUT_S)
         if (listener := getattr(self, "_listener", None)) is not None:
             await listener.close()
+        if self._built:
+            self._controller.close()
         if (spans := getattr(self, "_spans", None)) is not None:
             await asyncio.to_thread(spans.close)
         try:

@@ -40,6 +40,7 @@ from controllers.session_keys import new_session_id, session_key, tenant_in
 from controllers.settings import Deployment
 from controllers.shards import deployment_of_shard, shard_name, shard_of
 from serving.settings.strict_settings import SettingsError
+from serving.wire.commit_server import serve_commits
 from serving.wire.shard_calls import ShardCalls
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,11 @@ class ControllerCalls:
     def shard_of(self, key: str) -> int:
         """The number of the shard that has the session of this key."""
         return shard_of(key, len(self.shards))
+
+    def close(self) -> None:
+        """Closes the connections over which turns are committed. To be called once nothing is committed any more."""
+        for shard in self.shards:
+            shard.close()
 
     async def announce(self) -> None:
         """Makes the settings of the caller's deployment take effect, if it is the newest. Raises SettingsRefused."""
@@ -223,9 +229,10 @@ def connect_controller(name: str, deployment: Deployment) -> ControllerCalls:
 def _connect_shard(name: str, deployment: Deployment, shard: int) -> ShardCalls:
     own, its_name = deployment_of_shard(deployment, shard), shard_name(name, shard)
     return ShardCalls(
-        lambda: get_or_create_controller(its_name, NAMESPACE, own.settings, own.log),
+        lambda: get_or_create_controller(its_name, NAMESPACE, own.settings, own.log, serve_commits),
         timeout_s=CONTROLLER_TIMEOUT_S,
         deployment=own,
+        node_id=ray.get_runtime_context().get_node_id(),
     )
 
 

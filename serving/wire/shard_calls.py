@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -16,11 +16,12 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from controllers.cluster_actor import ClusterController, version_of
-from controllers.commit_groups import CommitGroups
+from controllers.commit_groups import CommitGroups, Outcome
 from controllers.errors import ControllerError, NoAnswer
 from controllers.records import TurnRecord
 from controllers.settings import Deployment
 from controllers.wire_record import WIRE_VERSION
+from serving.wire.commit_client import CommitClient
 
 logger = logging.getLogger(__name__)
 
@@ -55,17 +56,30 @@ class ShardCalls:
 
     A controller outlives deployments and may be of an earlier version of Kedge. The first caller with a `deployment`
     then replaces it by a controller of this version: everything is in the log, and all other callers connect again.
+
+    On node `node_id`, turns are committed over a connection of their own (None: by calls of the actor alone).
     """
 
     def __init__(
-        self, connect: Callable[[], ActorHandle], *, timeout_s: float, deployment: Deployment | None = None
+        self,
+        connect: Callable[[], ActorHandle],
+        *,
+        timeout_s: float,
+        deployment: Deployment | None = None,
+        node_id: str | None = None,
     ) -> None:
         self._connect = connect
         self._actor = connect()
         self._is_current = deployment is None
         self._timeout_s = timeout_s
         self._deployment = deployment
-        self._commits = CommitGroups(self._commit_turns, patience_s=GROUP_PATIENCE_S)
+        self._connection = None if node_id is None else CommitClient(self._commit_address, node_id)
+        self._commits = CommitGroups(self._write, patience_s=GROUP_PATIENCE_S)
+
+    def close(self) -> None:
+        """Closes the connection over which turns are committed."""
+        if self._connection is not None:
+            self._connection.close()
 
     async def announce(self) -> None:
         """Makes the settings of the caller's deployment take effect, if it is the newest. Raises SettingsRefused."""
@@ -98,6 +112,7 @@ class ShardCalls:
     measures = _called(ClusterController.measures)
     view = _called(ClusterController.view)
     _announce = _called(ClusterController.announce)
+    _commit_address = _called(ClusterController.commit_address)
     _commit_turns = _called(ClusterController.commit_turns)
 
     async def commit_turn(self, record: TurnRecord) -> None:
@@ -106,6 +121,15 @@ class ShardCalls:
         (refusal,) = await self._commits.commit([record])
         if refusal is not None:
             raise refusal
+
+    async def _write(self, records: Sequence[TurnRecord]) -> Sequence[Outcome]:
+        """Commits a group. What the connection does not say is held is asked of the actor, which tells why."""
+        if self._connection is None:
+            return await self._commit_turns(records)
+        held = await self._connection.commit(records)
+        open_ones = [record for record, is_held in zip(records, held, strict=True) if not is_held]
+        outcomes = iter(await self._commit_turns(open_ones) if open_ones else ())
+        return [None if is_held else next(outcomes) for is_held in held]
 
     async def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         last: list[RayActorError] = []

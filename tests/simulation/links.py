@@ -11,8 +11,8 @@ from functools import partial
 from random import Random
 
 from controllers.records import ReplicaAddress
-from serving.front.replica_link import ConnectionEvents
-from serving.replica.link_server import Peer, TakeFrame
+from serving.wire.connections import ConnectionEvents
+from serving.wire.peer_sockets import Peer, TakeFrame
 from tests.simulation.network import Network, Party
 
 RECONNECTS_S = (0.02, 0.5)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from random import Random
 from typing import Any
 
 from controllers.records import ReplicaAddress, ReplicaStatus
 from serving.background import BackgroundTasks
 from serving.front.replica_calls import ReplicaCalls
-from serving.front.replica_connection import ConnectionFactory
 from serving.front.replica_link import LinkTimes
 from serving.replica.link_server import Emit, LinkServer
-from serving.replica.peer_sockets import PeerSockets
 from serving.wire.calls import AnyCall
+from serving.wire.connections import ConnectionFactory
 from serving.wire.link_keys import CurveKeys
+from serving.wire.peer_sockets import PeerSockets
 
 SECRET = b"s" * 32
 NODE = "n1"
@@ -38,7 +39,10 @@ class LinkRig:
         self.broken = 0
         self.gone: list[str] = []
         self.sockets = PeerSockets(
-            "127.0.0.1", CurveKeys.of_secret(SECRET).public, node_id=NODE, actor="r", namespace="serve"
+            "127.0.0.1",
+            (CurveKeys.of_secret(SECRET).public,),
+            node_id=NODE,
+            make_address=partial(ReplicaAddress, actor="r", namespace="serve"),
         )
         self.server = LinkServer(self.sockets, serve, self.tasks)
         self.address = self.sockets.open(self.server.frame_came)

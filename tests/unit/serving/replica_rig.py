@@ -93,6 +93,9 @@ class LocalController:
     def shard_of(self, _key: str) -> int:
         return 0
 
+    def close(self) -> None:
+        pass
+
     def __getattr__(self, name: str) -> Any:
         method = self._method(name)
 

@@ -1,4 +1,4 @@
-"""A replica's sockets for front ends: an IPC socket for front ends on its node, a TCP socket for all others."""
+"""Sockets that a process listens on: an IPC socket for processes on its node, a TCP socket for all others."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from controllers.records import ReplicaAddress
-from serving.replica.link_server import Peer, TakeFrame
+from controllers.records import SocketAddress
 from serving.wire.link_keys import CurveKeys
 
 logger = logging.getLogger(__name__)
@@ -24,19 +25,34 @@ LINGER_MS = 1000
 """How long `close` waits for the last answers to be sent."""
 
 
-class PeerSockets:
-    """Implements PeerConnections. Used on one event loop. Call `open` first and `close` last.
+Peer = tuple[int, bytes]
+"""A peer's connection: the index of the socket it uses, and its name there."""
 
-    `front_ends` is the public key that all front ends share. A peer with another key cannot connect over TCP. The other
-    arguments become part of the replica's address.
+TakeFrame = Callable[[Peer, bytes, bytes], None]
+"""Takes a frame (header and body) that a peer has sent."""
+
+A = TypeVar("A", bound=SocketAddress)
+
+
+class PeerSockets(Generic[A]):
+    """Used on one event loop. Call `open` first and `close` last.
+
+    `known` are the public keys of peers. A peer with another key cannot connect over TCP. The owner may add keys later.
+    `make_address` makes the address that peers are told, of node id, path, URL and public key.
     """
 
-    def __init__(self, host: str, front_ends: bytes, *, node_id: str, actor: str, namespace: str) -> None:
+    def __init__(
+        self,
+        host: str,
+        known: Collection[bytes],
+        *,
+        node_id: str,
+        make_address: Callable[[str, str, str, str], A],
+    ) -> None:
         self._host = host
         self._node_id = node_id
-        self._actor = actor
-        self._namespace = namespace
-        self._front_ends = front_ends
+        self._known = known
+        self._make_address = make_address
         self._context = zmq.asyncio.Context()
         self._keys = CurveKeys.new()
         self._folder: str | None = None
@@ -44,7 +60,7 @@ class PeerSockets:
         self._sockets: list[zmq.asyncio.Socket] = []
         self._readers: list[asyncio.Task[None]] = []
 
-    def open(self, frame_came: TakeFrame) -> ReplicaAddress:
+    def open(self, frame_came: TakeFrame) -> A:
         """Begins to listen. Raises zmq.ZMQError if a socket cannot be bound."""
         self._folder = tempfile.mkdtemp(prefix="kedge-")  # 0700
         path = Path(self._folder, "calls")
@@ -58,16 +74,12 @@ class PeerSockets:
             asyncio.create_task(self._read(index, socket, frame_came))
             for index, socket in enumerate(self._sockets)
         ]
-        return ReplicaAddress(
-            node_id=self._node_id,
-            path=str(path),
-            url=f"tcp://{self._host}:{port}",
-            public_key=self._keys.public.decode(),
-            actor=self._actor,
-            namespace=self._namespace,
+        return self._make_address(
+            self._node_id, str(path), f"tcp://{self._host}:{port}", self._keys.public.decode()
         )
 
     def send(self, peer: Peer, header: bytes, body: bytes) -> bool:
+        """False if the peer is not connected now. It may connect again."""
         index, name = peer
         sending = self._sockets[index].send_multipart((name, header, body), zmq.NOBLOCK)
         assert isinstance(sending, asyncio.Future)
@@ -95,7 +107,7 @@ class PeerSockets:
 
     def _router(self) -> zmq.asyncio.Socket:
         socket = self._context.socket(zmq.ROUTER)
-        socket.set(zmq.ROUTER_HANDOVER, 1)  # a front end that connects again keeps its name
+        socket.set(zmq.ROUTER_HANDOVER, 1)  # a peer that connects again keeps its name
         socket.set(zmq.ROUTER_MANDATORY, 1)
         socket.set_hwm(0)
         self._sockets.append(socket)
@@ -104,7 +116,7 @@ class PeerSockets:
     def _authenticate(self, socket: zmq.asyncio.Socket) -> None:
         self._authenticator = AsyncioAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(credentials_provider=OneKey(self._front_ends))
+        self._authenticator.configure_curve_callback(credentials_provider=KnownKeys(self._known))
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self._keys.secret)
         socket.set(zmq.CURVE_PUBLICKEY, self._keys.public)
@@ -117,16 +129,16 @@ class PeerSockets:
                 frame_came((index, name), header, body)
 
 
-class OneKey:
-    """A credentials provider for AsyncioAuthenticator that accepts one public key."""
+class KnownKeys:
+    """A credentials provider for AsyncioAuthenticator that accepts some public keys."""
 
-    def __init__(self, key: bytes) -> None:
-        self._key = key
+    def __init__(self, keys: Collection[bytes]) -> None:
+        self._keys = keys
 
     def callback(self, _domain: str, key: bytes) -> bool:
-        return key == self._key
+        return key in self._keys
 
 
 def _look_at(sending: asyncio.Future[None]) -> None:
     if not sending.cancelled() and (error := sending.exception()) is not None:
-        logger.warning("a message to a front end was not sent: %s", error)
+        logger.warning("a message was not sent: %s", error)

@@ -1,31 +1,53 @@
-"""A front end's connection to a replica, over ZeroMQ: over a socket file on the same node, encrypted between nodes."""
+"""Connections to a process that listens (`peer_sockets.py`), over ZeroMQ: over a socket file on one node, encrypted
+between nodes."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
+from typing import Protocol
 
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from controllers.records import ReplicaAddress
-from serving.front.replica_link import Connection, ConnectionEvents
+from controllers.records import SocketAddress
 from serving.wire.link_keys import CurveKeys
 
 RECONNECT_MS = 20
 LONGEST_RECONNECT_MS = 500
 
 
+class Connection(Protocol):
+    """A connection to one process, which reopens automatically. Frames keep their order while it does not break."""
+
+    def send(self, header: bytes, body: bytes) -> None: ...
+
+    def renew(self) -> None:
+        """Replaces a silent connection by a new one."""
+
+    def close(self) -> None: ...
+
+
+class ConnectionEvents(Protocol):
+    """What the owner of a connection is told, on the event loop."""
+
+    def frame_came(self, header: bytes, body: bytes) -> None: ...
+
+    def connected(self) -> None: ...
+
+    def broke(self) -> None: ...
+
+
 class ConnectionFactory:
-    """Opens connections for a front end on node `node_id`. Used on one event loop."""
+    """Opens connections for a process on node `node_id`. `keys` are its own. Used on one event loop."""
 
     def __init__(self, node_id: str, keys: CurveKeys) -> None:
         self._node_id = node_id
         self._keys = keys
         self._context = zmq.asyncio.Context()
 
-    def open(self, address: ReplicaAddress, events: ConnectionEvents) -> Connection:
+    def open(self, address: SocketAddress, events: ConnectionEvents) -> Connection:
         if address.node_id == self._node_id:
             return ZmqConnection(self._context, f"ipc://{address.path}", events, keys=None, server=b"")
         return ZmqConnection(
@@ -72,6 +94,7 @@ class ZmqConnection:
         for task in self._tasks:
             task.cancel()
         self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=0)
 
     def _open(self) -> None:
@@ -84,7 +107,9 @@ class ZmqConnection:
             socket.set(zmq.CURVE_SECRETKEY, self._keys.secret)
             socket.set(zmq.CURVE_PUBLICKEY, self._keys.public)
             socket.set(zmq.CURVE_SERVERKEY, self._server)
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        monitor = self._monitor = socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
         socket.connect(self._url)
         self._tasks = [
             asyncio.create_task(self._read(socket)),
