@@ -21,8 +21,10 @@ PROCESSOR = FOLDER / "processor.c"
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+AVX512_BF16 = [*AVX512, "-mavx512bf16"]
+AMX = [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"]
 FLAGS = {
-    "x86_64": {"avx2": AVX2, "avx512": AVX512, "avx512bf16": [*AVX512, "-mavx512bf16"]},
+    "x86_64": {"avx2": AVX2, "avx512": AVX512, "avx512bf16": AVX512_BF16, "amx": AMX},
     "aarch64": {"neon": []},
     "arm64": {"neon": []},
 }

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import cast
 
 FOLDER = Path(__file__).parent
-VARIANTS = ("avx512bf16", "avx512", "avx2", "neon")
+VARIANTS = ("amx", "avx512bf16", "avx512", "avx2", "neon")
 """The best first. The names are those of setup.py."""
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2

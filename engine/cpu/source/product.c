@@ -14,6 +14,15 @@
 #define HAS_BFLOAT16 0
 #endif
 
+#if defined(__AMX_BF16__)
+#include "amx.h"
+#define ROUNDED_ROWS AMX_ROWS   /* rows are rounded in memory for a multiple of these */
+#define ROUNDED_INPUTS AMX_INPUTS /* and only if the inputs are a multiple of these */
+#else
+#define ROUNDED_ROWS 1
+#define ROUNDED_INPUTS 1
+#endif
+
 /* Rows up to which reading the weights takes longer than multiplying them: rounding rows would gain nothing. */
 #define FEW_ROWS 4
 
@@ -92,11 +101,13 @@ int product_width(const Matrix *matrix) {
 }
 
 static int rounds_rows(const Matrix *matrix, int rows) {
-    return HAS_BFLOAT16 && matrix->format == BFLOAT16 && matrix->rounds && rows > FEW_ROWS;
+    int can = HAS_BFLOAT16 && matrix->format == BFLOAT16 && matrix->inputs % ROUNDED_INPUTS == 0;
+    return can && matrix->rounds && rows > FEW_ROWS;
 }
 
 size_t product_scratch(const Matrix *matrix, int rows) {
-    return rounds_rows(matrix, rows) ? (size_t)rows * (matrix->inputs + 1) / 2 * 4 + 64 : 0;
+    size_t padded = (size_t)(rows + ROUNDED_ROWS - 1) / ROUNDED_ROWS * ROUNDED_ROWS;
+    return rounds_rows(matrix, rows) ? padded * (size_t)((matrix->inputs + 1) / 2) * 4 + 64 : 0;
 }
 
 #if defined(__F16C__) || defined(__AVX512F__)
@@ -274,6 +285,31 @@ static void multiply(const Tiles *tiles, int kind, int first, int end, int row, 
     }
 }
 
+#if defined(__AMX_BF16__)
+/* The same for rounded rows, two blocks and 32 rows at a time. */
+static void multiply_rounded(const Tiles *tiles, int first, int end, int row, int rows) {
+    const Matrix *matrix = tiles->matrix;
+    const size_t block_bytes = (size_t)matrix->inputs * LANES * 2;
+    AmxSums sums;
+    amx_begin();
+    for (int block = first; block < end; block += 2)
+        for (int from = 0; from < rows; from += 2 * AMX_ROWS) {
+            const char *x = tiles->x + (size_t)(row + from) * tiles->x_stride;
+            const char *weights = (const char *)matrix->packed + block * block_bytes;
+            if (rows - from > AMX_ROWS)
+                amx_product(x, tiles->x_stride, weights, block_bytes, matrix->inputs, 1, sums);
+            else
+                amx_product(x, tiles->x_stride, weights, block_bytes, matrix->inputs, 0, sums);
+            for (int n = 0; n < 2 * AMX_ROWS && from + n < rows; n++) {
+                Floats of_row[MOST_WIDE][MOST_TALL];
+                for (int o = 0; o < 2; o++) of_row[o][0] = load(sums[n / AMX_ROWS][o][n % AMX_ROWS]);
+                finish(tiles, block, row + from + n, 2, 1, of_row);
+            }
+        }
+    amx_end();
+}
+#endif
+
 static void round_rows(int rows, const float *x, int x_stride, int inputs, uint16_t *rounded, Team *team, int thread) {
     int first, end, width = (inputs + 1) / 2 * 2;
     team_share(team, thread, rows, &first, &end);
@@ -297,8 +333,9 @@ void product(const Matrix *matrix, int rows, const float *x, int x_stride, float
         tiles.x_stride = (size_t)(matrix->inputs + 1) / 2 * 4;
     }
     int blocks = packed_blocks(matrix), size = team_size(team);
-    int group = (int)(GROUP_BYTES / tiles.x_stride) / MOST_TALL * MOST_TALL;
-    if (group < MOST_TALL) group = MOST_TALL;
+    int tall = kind == ROUNDED && ROUNDED_ROWS > MOST_TALL ? 2 * ROUNDED_ROWS : MOST_TALL;
+    int group = (int)(GROUP_BYTES / tiles.x_stride) / tall * tall;
+    if (group < tall) group = tall;
     /* Pieces large enough to be read at memory's full speed, and some for each thread. */
     int piece = (blocks + 8 * size - 1) / (8 * size);
     piece = piece < 4 ? 4 : piece > 16 ? 16 : (piece + 3) / 4 * 4;
@@ -306,7 +343,14 @@ void product(const Matrix *matrix, int rows, const float *x, int x_stride, float
     for (int64_t next = team_next(team); next < (int64_t)pieces * groups; next = team_next(team)) {
         int first = (int)(next % pieces) * piece, row = (int)(next / pieces) * group;
         int end = first + piece < blocks ? first + piece : blocks;
-        multiply(&tiles, kind, first, end, row, row + group < rows ? group : rows - row);
+        int taken = row + group < rows ? group : rows - row;
+#if defined(__AMX_BF16__)
+        if (kind == ROUNDED) {
+            multiply_rounded(&tiles, first, end, row, taken);
+            continue;
+        }
+#endif
+        multiply(&tiles, kind, first, end, row, taken);
     }
 }
 

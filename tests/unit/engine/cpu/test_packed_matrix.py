@@ -38,14 +38,15 @@ def test_equals_the_reference(variant: str, values: torch.dtype, biased: bool, t
             torch.testing.assert_close(gated(x_NI), silu(gate_NO) * up_NO, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("inputs", [67, 96])
 @every_build
-def test_many_rows_may_be_rounded_to_bfloat16(variant: str) -> None:
+def test_many_rows_may_be_rounded_to_bfloat16(variant: str, inputs: int) -> None:
     torch.manual_seed(4)
-    weight_OI, bias_O = torch.randn(96, 67).bfloat16(), torch.randn(96).bfloat16()
+    weight_OI, bias_O = torch.randn(96, inputs).bfloat16(), torch.randn(96).bfloat16()
     linear = PackedLinears(Workers(kernels_of(variant), 2), rounds=True)(weight_OI, bias_O)
     exact = PlainLinear(weight_OI.float(), bias_O.float())
-    for rows in (1, 4, 9, 40):
-        x_NI = torch.randn(rows, 67)
+    for rows in (1, 4, 9, 16, 17, 32, 40, 75):
+        x_NI = torch.randn(rows, inputs)
         got_NO = linear(x_NI)
         assert got_NO.dtype == torch.float32
         apart = [float((got_NO - exact(each)).abs().max()) for each in (x_NI, x_NI.bfloat16().float())]
