@@ -45,14 +45,19 @@ class CommitServer:
     def _frame_came(self, peer: Peer, header: bytes, body: bytes) -> None:
         try:
             records = decode_records(body)
-        except UnreadableCommit as error:  # without an answer the replica asks the actor
+        except UnreadableCommit as error:
             logger.warning("turns of another version: %s", error)
+            self._sockets.send(peer, header, b"")  # no answer either: the replica asks the actor
             return
         self._tasks.start(self._answer(peer, header, records))
 
     async def _answer(self, peer: Peer, header: bytes, records: Sequence[TurnRecord]) -> None:
-        outcomes = await self._commit(records)
-        self._sockets.send(peer, header, encode_held([outcome is None for outcome in outcomes]))
+        try:
+            held = [outcome is None for outcome in await self._commit(records)]
+        except Exception:  # the actor tells the replica
+            logger.exception("%d turns were not committed", len(records))
+            held = [False] * len(records)
+        self._sockets.send(peer, header, encode_held(held))
 
 
 def serve_commits(commit: Write) -> CommitServer:

@@ -103,6 +103,7 @@ class ZmqConnection:
         socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.set(zmq.RECONNECT_IVL_MAX, LONGEST_RECONNECT_MS)
         socket.set_hwm(0)
+        socket.set(zmq.TCP_KEEPALIVE, 1)
         if self._keys is not None:
             socket.set(zmq.CURVE_SECRETKEY, self._keys.secret)
             socket.set(zmq.CURVE_PUBLICKEY, self._keys.public)
@@ -117,13 +118,13 @@ class ZmqConnection:
         ]
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
+        while not socket.closed:  # what is told of a frame may close it
             frames = await socket.recv_multipart()
             if len(frames) == 2:
                 self._events.frame_came(*frames)
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        while True:
+        while not monitor.closed:
             event = parse_monitor_message(await monitor.recv_multipart())["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._events.connected()

@@ -53,7 +53,9 @@ class PeerSockets(Generic[A]):
         self._node_id = node_id
         self._known = known
         self._make_address = make_address
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.asyncio.Context | None = (
+            None  # one for each try: an address within it is free only later
+        )
         self._keys = CurveKeys.new()
         self._folder: str | None = None
         self._authenticator: AsyncioAuthenticator | None = None
@@ -61,14 +63,22 @@ class PeerSockets(Generic[A]):
         self._readers: list[asyncio.Task[None]] = []
 
     def open(self, frame_came: TakeFrame) -> A:
-        """Begins to listen. Raises zmq.ZMQError if a socket cannot be bound."""
+        """Begins to listen. Raises zmq.ZMQError and OSError. Then nothing stays open, and it may be tried again."""
+        try:
+            return self._listen(frame_came)
+        except BaseException:
+            self._discard(linger_ms=0).term()
+            raise
+
+    def _listen(self, frame_came: TakeFrame) -> A:
+        context = self._context = zmq.asyncio.Context()
         self._folder = tempfile.mkdtemp(prefix="kedge-")  # 0700
         path = Path(self._folder, "calls")
-        local = self._router()
+        local = self._router(context)
         local.bind(f"ipc://{path}")
         os.chmod(path, 0o600)
-        remote = self._router()
-        self._authenticate(remote)
+        remote = self._router(context)
+        self._authenticate(context, remote)
         port = remote.bind_to_random_port(f"tcp://{self._host}")
         self._readers = [
             asyncio.create_task(self._read(index, socket, frame_came))
@@ -81,6 +91,8 @@ class PeerSockets(Generic[A]):
     def send(self, peer: Peer, header: bytes, body: bytes) -> bool:
         """False if the peer is not connected now. It may connect again."""
         index, name = peer
+        if not self._sockets:  # closed
+            return False
         sending = self._sockets[index].send_multipart((name, header, body), zmq.NOBLOCK)
         assert isinstance(sending, asyncio.Future)
         if not sending.done():  # a socket's queue has no limit: the links have one
@@ -97,24 +109,34 @@ class PeerSockets(Generic[A]):
         for reader in self._readers:
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
+        if self._context is not None:
+            await asyncio.to_thread(self._discard(LINGER_MS).term)
+
+    def _discard(self, linger_ms: int) -> zmq.asyncio.Context:
+        """Closes all sockets. Returns their context, which is to be terminated."""
+        assert self._context is not None
         for socket in self._sockets:
-            socket.close(LINGER_MS)
+            socket.close(linger_ms)
+        self._sockets.clear()
         if self._authenticator is not None:
             self._authenticator.stop()
-        await asyncio.to_thread(self._context.term)
+            self._authenticator = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+        context, self._context = self._context, None
+        return context
 
-    def _router(self) -> zmq.asyncio.Socket:
-        socket = self._context.socket(zmq.ROUTER)
+    def _router(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
+        socket = context.socket(zmq.ROUTER)
         socket.set(zmq.ROUTER_HANDOVER, 1)  # a peer that connects again keeps its name
         socket.set(zmq.ROUTER_MANDATORY, 1)
         socket.set_hwm(0)
+        socket.set(zmq.TCP_KEEPALIVE, 1)  # else a peer whose machine is lost keeps its connection for ever
         self._sockets.append(socket)
         return socket
 
-    def _authenticate(self, socket: zmq.asyncio.Socket) -> None:
-        self._authenticator = AsyncioAuthenticator(self._context)
+    def _authenticate(self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket) -> None:
+        self._authenticator = AsyncioAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(credentials_provider=KnownKeys(self._known))
         socket.set(zmq.CURVE_SERVER, 1)
@@ -126,7 +148,10 @@ class PeerSockets(Generic[A]):
             frames = await socket.recv_multipart()
             if len(frames) == 3:
                 name, header, body = frames
-                frame_came((index, name), header, body)
+                try:
+                    frame_came((index, name), header, body)
+                except Exception:  # it concerns one peer: the others must be heard
+                    logger.exception("a peer's message was not taken")
 
 
 class KnownKeys:

@@ -21,6 +21,7 @@ static inline void amx_begin(void) {
         uint8_t rows[16];
     } shapes = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) shapes.row_bytes[tile] = 64, shapes.rows[tile] = AMX_ROWS;
+    __asm__ volatile("" ::"r"(&shapes) : "memory"); /* GCC 12 takes only the first bytes for read */
     _tile_loadconfig(&shapes);
 }
 

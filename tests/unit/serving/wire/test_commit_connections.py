@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
+import zmq
 from ray.actor import ActorHandle
 
 from controllers.commit_groups import Outcome
@@ -37,6 +40,7 @@ class Controller:
         self.answers.set()
         self.came: list[list[str]] = []
         self.asked: list[list[str]] = []
+        self.fails = False
         self.open()
 
     def open(self) -> None:
@@ -56,6 +60,8 @@ class Controller:
     async def _commit(self, records: Sequence[TurnRecord]) -> list[Outcome]:
         self.came.append([record.session_id for record in records])
         await self.answers.wait()
+        if self.fails:
+            raise RuntimeError("a fault in the controller")
         return self._outcomes(records)
 
     async def _ask(self, records: Sequence[TurnRecord]) -> list[Outcome]:
@@ -150,6 +156,7 @@ async def test_an_answer_that_does_not_come_is_waited_for_a_bounded_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(commit_client, "ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(commit_client, "SILENCE_PAUSE_S", 0.2)
     controller = Controller()
     async with connected(controller) as (calls, client):
         controller.answers.clear()
@@ -157,7 +164,56 @@ async def test_an_answer_that_does_not_come_is_waited_for_a_bounded_time(
         assert controller.asked == [["s"]]
         assert not client.is_open
         controller.answers.set()
+        for _ in range(3):  # a slow log does not get each turn by both ways
+            await calls.commit_turn(turn("s"))
+        assert len(controller.came) == 1
         await opened(client)
+
+
+async def test_a_controller_that_moved_before_the_connection_opened_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The client used to try the first address for ever, and every turn was a call of the actor."""
+    monkeypatch.setattr(commit_client, "OPEN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(commit_client, "RECONNECT_PAUSE_S", 0.01)
+    controller = Controller()
+    moved = [SocketAddress(NODE, str(tmp_path / "gone"), "", "")]
+
+    async def admit(key: bytes) -> SocketAddress:
+        return moved.pop() if moved else controller.server.admit(key)
+
+    client = CommitClient(admit, NODE)
+    await opened(client)
+    assert not moved
+    client.close()
+    await controller.server.close()
+
+
+async def test_a_server_that_fails_answers_so_that_nobody_waits() -> None:
+    controller = Controller()
+    async with connected(controller) as (calls, client):
+        controller.fails = True
+        began_s = asyncio.get_running_loop().time()
+        await calls.commit_turn(turn("s"))
+        assert asyncio.get_running_loop().time() - began_s < commit_client.ANSWER_TIMEOUT_S
+        assert controller.asked == [["s"]]
+        assert client.is_open
+
+
+async def test_a_server_that_cannot_listen_keeps_nothing_open_and_may_try_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It used to keep each try's sockets, until the controller had no more."""
+    server = CommitServer(Controller()._commit, "192.0.2.1", NODE)  # of nobody (RFC 5737)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for _ in range(3):
+        with pytest.raises(zmq.ZMQError):
+            server.admit(b"k" * 40)
+    assert not server._sockets._sockets
+    assert not list(tmp_path.iterdir())
+    server._sockets._host = "127.0.0.1"
+    assert server.admit(b"k" * 40).url.startswith("tcp://127.0.0.1:")
+    await server.close()
 
 
 async def test_a_stranger_is_not_served() -> None:
@@ -178,13 +234,15 @@ async def test_a_stranger_is_not_served() -> None:
         stranger.close()
 
 
-async def test_bytes_that_are_no_turns_get_no_answer_and_harm_nobody() -> None:
+async def test_turns_of_another_version_go_to_the_actor_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     controller = Controller()
     async with connected(controller) as (calls, client):
-        connection: Any = client._connection
-        connection.send(b"n" * 8, b"\xc1")
+        monkeypatch.setattr(commit_client, "encode_records", lambda _: b"\xc1")
+        began_s = asyncio.get_running_loop().time()
         await calls.commit_turn(turn("s"))
-        assert controller.came == [["s"]]
+        assert asyncio.get_running_loop().time() - began_s < commit_client.ANSWER_TIMEOUT_S
+        assert (controller.came, controller.asked) == ([], [["s"]])
+        assert client.is_open
 
 
 async def test_a_controller_without_connections_is_asked_through_its_actor() -> None:
