@@ -20,7 +20,7 @@ from tests.cluster.null_app import COUNTS, PACE, STEP_S, null_engine
 
 
 def beside(make: EngineFactory, settings: EngineSettings, sink: DeltaSink) -> Engine:
-    mailbox: Mailbox = sink.__self__  # type: ignore[attr-defined]
+    mailbox: Mailbox = sink.__self__  # the replica's event loop is known to nothing else here
     return ProcessEngine(make, settings, sink, mailbox._loop)
 
 

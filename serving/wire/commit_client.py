@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from controllers.records import SocketAddress, TurnRecord
@@ -58,7 +59,7 @@ class CommitClient:
         begins to open one, and says False of all turns."""
         unknown = [False] * len(records)
         if self._connection is None:
-            self._begin(self._connect())
+            self._begin(self._connect)
         if self._connection is None or not self.is_open:
             return unknown
         number = next(self._numbers).to_bytes(8)
@@ -73,7 +74,7 @@ class CommitClient:
         except TimeoutError:
             logger.warning("the cluster controller did not answer a commit in %g s", ANSWER_TIMEOUT_S)
             self._drop()
-            self._begin(asyncio.sleep(SILENCE_PAUSE_S))
+            self._begin(partial(asyncio.sleep, SILENCE_PAUSE_S))
             return unknown
         except _Broken:
             return unknown
@@ -115,12 +116,10 @@ class CommitClient:
             if not answer.done():
                 answer.set_exception(_Broken())
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Begins to connect, or to pause, unless one of the two is under way."""
         if self._connecting is None or self._connecting.done():
-            self._connecting = asyncio.create_task(work)
-        else:
-            work.close()
+            self._connecting = asyncio.create_task(work())
 
     async def _connect(self) -> None:
         """Opens a connection. If that fails, waits for a while; turns go to the actor meanwhile."""

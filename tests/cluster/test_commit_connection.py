@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_turns_pass_the_actor_by_and_none_is_lost_when_it_is_killed(tmp_path: Pa
             for kill in (kill_by_signal, kill_by_ray):
                 await until_open(calls, session)
                 await without_the_actor(calls, session)
-                await while_killed(session, lambda kill=kill: kill(connect()))  # type: ignore[misc]
+                await while_killed(session, partial(kill, connect()))
             with pytest.raises(StaleEpoch):
                 await session.turn(epoch=7)
             assert await session.logged() == session.tokens

@@ -97,6 +97,14 @@ async def opened(client: CommitClient) -> None:
             await asyncio.sleep(0.01)
 
 
+async def under_way(controller: Controller, calls: ShardCalls) -> asyncio.Task[None]:
+    """A commit that has come to the server."""
+    task = asyncio.create_task(calls.commit_turn(turn("s")))
+    while not controller.came:
+        await asyncio.sleep(0.001)
+    return task
+
+
 @pytest.mark.parametrize("node", [NODE, ELSEWHERE])
 async def test_a_turn_that_the_log_holds_needs_no_call_of_the_actor(node: str) -> None:
     controller = Controller()
@@ -109,9 +117,7 @@ async def test_turns_that_come_together_are_one_message_and_the_actor_tells_why_
     controller = Controller()
     async with connected(controller) as (calls, _):
         controller.answers.clear()
-        first = asyncio.create_task(calls.commit_turn(turn("s")))
-        while not controller.came:
-            await asyncio.sleep(0.001)
+        first = await under_way(controller, calls)
         others = [asyncio.create_task(calls.commit_turn(turn(name))) for name in ("t", "u", "s")]
         await asyncio.sleep(0)
         controller.answers.set()
@@ -137,9 +143,7 @@ async def test_when_the_controller_is_lost_its_turns_go_to_the_next_and_a_connec
     controller = Controller()
     async with connected(controller) as (calls, client):
         controller.answers.clear()
-        waiting = asyncio.create_task(calls.commit_turn(turn("s")))
-        while not controller.came:
-            await asyncio.sleep(0.001)
+        waiting = await under_way(controller, calls)
         lost, began_s = controller.server, asyncio.get_running_loop().time()
         controller.open()
         await asyncio.gather(lost.close(), waiting)
