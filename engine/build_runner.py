@@ -78,7 +78,13 @@ def make_rank(settings: EngineSettings, ranks: RankGroup) -> tuple[Runner, Loade
     linear = settings.execution.linear
     device = resolve_device(settings.model.device)
     with memory_for(device, "the model", "model.path, model.dtype, execution.tensor_parallel"):
-        loaded = load_model(settings.model, ops=choose_ops(device), ranks=ranks, linear=linear)
+        loaded = load_model(
+            settings.model,
+            ops=choose_ops(device),
+            ranks=ranks,
+            linear=linear,
+            deterministic=settings.execution.deterministic,
+        )
     runner = build_runner(
         loaded,
         settings.cache,
@@ -136,7 +142,9 @@ def build_runner(
     if draft is not None:
         draft_bytes = draft.layout.page_bytes(draft.layout.num_layers, cache.page_size, draft.dtype)
     pool = make_kv_pool(loaded.layout, cache, loaded.dtype, loaded.device, draft_bytes, room_bytes)
-    attention = choose_attention(execution.attention, pool, loaded.device)
+    attention = choose_attention(
+        execution.attention, pool, loaded.device, deterministic=loaded.deterministic is not None
+    )
     blocks = _pinned_blocks(cache.host_size_bytes // ranks.size, loaded.device) if on_gpu else None
     careful = careful_runner(loaded, pool, attention, draft, execution, open_disk(cache), blocks)
     if not on_gpu:
@@ -189,7 +197,12 @@ def careful_runner(
             draft.max_context_len,
         )
     copies = HostCopies.of(pool, None if draft_pool is None else draft_pool.full, disk, blocks)
-    about = {"attention": attention.name, "attention_reason": attention.reason, **loaded.about}
+    about: dict[str, str | int | float | bool] = {
+        "attention": attention.name,
+        "attention_reason": attention.reason,
+        "deterministic": loaded.deterministic is not None,
+        **loaded.about,
+    }
     if disk is not None:
         about["disk"] = disk.path
     return TorchRunner(
@@ -207,6 +220,7 @@ def kv_identity(loaded: LoadedModel, pool: KVPool, draft: LoadedModel | None) ->
         "activations": dtype_name(loaded.dtype),
         "kv": dtype_name(pool.full.kv_L2KSD.dtype),
         "layout": asdict(loaded.layout),
+        "deterministic": loaded.deterministic,
         "draft": None
         if draft is None
         else [draft.fingerprint, dtype_name(draft.dtype), asdict(draft.layout)],

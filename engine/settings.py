@@ -104,7 +104,9 @@ class ExecutionSettings:
     replayed as CUDA graphs. `overlap`: on a GPU, the next step is planned and launched while this one runs.
     `decode_steps` is how many steps run in one launch when no request waits. `tensor_parallel` processes hold one model
     between them. `linear` says what multiplies by the weights; auto is, on a GPU, what is timed as the quickest at
-    start, and on a CPU the compiled kernels, or what was found to be the quickest in torch.
+    start, and on a CPU the compiled kernels, or what was found to be the quickest in torch. `deterministic`: logits
+    depend on the tokens before them alone, to the last bit, whatever else runs and however a sequence is cut into
+    steps; only native models over the compiled CPU kernels have this, others are refused.
     """
 
     attention: AttentionName = "auto"
@@ -114,6 +116,7 @@ class ExecutionSettings:
     decode_steps: int = 1
     tensor_parallel: int = 1
     linear: LinearName = "auto"
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,17 +39,24 @@ class _Place:
     pool: KVPool
     device: torch.device
     sinks: bool
+    deterministic: bool
 
 
 def choose_attention(
-    name: AttentionName, pool: KVPool, device: torch.device, sinks: bool = False
+    name: AttentionName,
+    pool: KVPool,
+    device: torch.device,
+    *,
+    sinks: bool = False,
+    deterministic: bool = False,
 ) -> AttentionChoice:
     """The backend `name` over a pool that nothing has been written to yet; auto is the first that can run.
 
-    `sinks` says that the model has layers with attention sinks. Raises AttentionUnavailable with the reasons if the
-    backend, or with auto every backend, cannot run.
+    `sinks` says that the model has layers with attention sinks. With `deterministic` only a backend will do whose
+    results do not depend on what else a step holds. Raises AttentionUnavailable with the reasons if the backend, or
+    with auto every backend, cannot run.
     """
-    place = _Place(pool, device, sinks)
+    place = _Place(pool, device, sinks, deterministic)
     if name != "auto":
         return _choice(name, "it was asked for", place)
     order = GPU_ORDER if device.type == "cuda" else CPU_ORDER
@@ -66,6 +73,8 @@ def choose_attention(
 def _choice(name: str, reason: str, place: _Place) -> AttentionChoice:
     if name == "cpu":
         return AttentionChoice(name, reason, _cpu(place), TorchTables(place.pool))
+    if place.deterministic:
+        raise AttentionUnavailable(name, "its sums depend on what else a step holds (execution.deterministic)")
     tables = _MAKERS[name](place)
     if name == "torch":
         return AttentionChoice(name, reason, TorchAttention(place.pool), tables)
@@ -78,7 +87,7 @@ def _cpu(place: _Place) -> CpuAttention:
     kernels = find_kernels()
     if isinstance(kernels, NoKernels):
         raise AttentionUnavailable("cpu", kernels.reason)
-    return CpuAttention(place.pool, kernels)
+    return CpuAttention(place.pool, kernels, deterministic=place.deterministic)
 
 
 def _torch(place: _Place) -> TableAttention:

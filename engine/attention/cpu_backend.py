@@ -24,15 +24,17 @@ INT32 = np.dtype(np.int32).str
 class CpuAttention:
     """An AttentionBackend. Raises AttentionUnavailable for pools that the kernels cannot read.
 
-    Layers with soft caps or sinks are computed by torch's operators.
+    Layers with soft caps or sinks are computed by torch's operators. If `deterministic`, those without are attended to
+    as attention.h says; this takes longer.
     """
 
     name = "cpu"
 
-    def __init__(self, pool: KVPool, kernels: Kernels) -> None:
+    def __init__(self, pool: KVPool, kernels: Kernels, *, deterministic: bool = False) -> None:
         dtype, head_dim = pool.full.kv_L2KSD.dtype, pool.full.kv_L2KSD.shape[-1]
         if dtype != torch.float32 or head_dim > LARGEST_HEAD:
             raise AttentionUnavailable(self.name, f"no kernels for heads of {head_dim} in {dtype}")
+        self.deterministic = deterministic
         self._pool = pool
         self._kernels = kernels
         self._workers: Workers | None = None
@@ -105,7 +107,9 @@ class CpuAttentionStep:
                 pages, window_pages, row, item.query_len, item.kv_len, pages_len, window_len
             )
             row += item.query_len
-        self.items_c = ItemsC(c_void_p(addressof(self._array)), len(items), row, backend.page_size)
+        self.items_c = ItemsC(
+            c_void_p(addressof(self._array)), len(items), row, backend.page_size, backend.deterministic
+        )
 
     def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
         if traits.plain_scores:

@@ -57,7 +57,13 @@ class ItemC(Structure):
 class ItemsC(Structure):
     """Items of attention.h."""
 
-    _fields_ = (("items", c_void_p), ("count", c_int32), ("rows", c_int32), ("page_size", c_int32))
+    _fields_ = (
+        ("items", c_void_p),
+        ("count", c_int32),
+        ("rows", c_int32),
+        ("page_size", c_int32),
+        ("deterministic", c_int32),
+    )
 
 
 class LayerKVC(Structure):

@@ -22,6 +22,7 @@ from torch import Tensor
 from engine.cpu.library import NoKernels, Workers, find_kernels
 from engine.cpu.matrix import PackedLinears
 from engine.device import is_gpu, seconds_of_each
+from engine.models.errors import UnsupportedModel
 from engine.models.linear import CastingLinear, Linear, LinearFactory, PlainLinear, linear_factory
 from engine.settings import LinearName
 
@@ -152,9 +153,17 @@ class LinearByRows:
 
 
 def choose_linears(
-    name: LinearName, device: torch.device, weights: torch.dtype, activations: torch.dtype
+    name: LinearName,
+    device: torch.device,
+    weights: torch.dtype,
+    activations: torch.dtype,
+    *,
+    deterministic: bool = False,
 ) -> Linears:
-    """auto is the quickest kind for the device and dtypes, torch is torch's own."""
+    """auto is the quickest kind for the device and dtypes, torch is torch's own. With `deterministic` a row's results
+    do not depend on the number of rows; raises UnsupportedModel where there is no such kind."""
+    if deterministic:
+        return _in_one_order(name, device, activations)
     own = PlainLinear if weights == activations else CastingLinear
     if name == "torch":
         return FixedLinears(own, _torch("it was asked for"))
@@ -183,6 +192,20 @@ def _on_cpu(device: torch.device, weights: torch.dtype, activations: torch.dtype
         )
     workers = Workers(kernels, torch.get_num_threads())
     return PackedLinears(workers, rounds=weights == torch.bfloat16)
+
+
+def _in_one_order(name: LinearName, device: torch.device, activations: torch.dtype) -> Linears:
+    """The compiled kernels: they sum in the order of inputs. Rows are not rounded, since few of them would not be."""
+    if name == "torch":
+        raise UnsupportedModel("execution.deterministic: torch's products depend on the number of rows")
+    if is_gpu(device):
+        raise UnsupportedModel("execution.deterministic is for CPUs: a GPU's products depend on the number of rows")
+    kernels = find_kernels()
+    if isinstance(kernels, NoKernels):
+        raise UnsupportedModel(f"execution.deterministic needs the compiled kernels: {kernels.reason}")
+    if activations != torch.float32:
+        raise UnsupportedModel(f"execution.deterministic: no kernels for activations in {activations}")
+    return PackedLinears(Workers(kernels, torch.get_num_threads()), rounds=False)
 
 
 def _torch(reason: str) -> dict[str, str]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.cpu.steps import in_whole_steps
+from engine.cpu.steps import WholeSteps, in_whole_steps
 from engine.device import activation_dtype, resolve_device, resolve_dtype, use_cpu_threads
 from engine.models.config import ModelSpec, parse_spec, read_config, read_json
 from engine.models.decoder import Decoder
@@ -27,13 +28,17 @@ from engine.parallel.ranks import OneRank, RankGroup
 from engine.runner.kv_pool import KVLayout
 from engine.settings import LinearName, ModelSettings
 
+LinearsFor = Callable[[torch.device, torch.dtype, torch.dtype], Linears]
+"""Takes the device and the types of weights and activations."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """`layout` and `dtype` say what KV the model keeps; `dtype` is also that of activations. A `native` model's passes
     never need the host, so CUDA graphs of them can be captured. `about` says what its products run on, and why, where
     there was a choice. `fingerprint` is that of configuration and weights of the whole model; `weights_dtype` is how
-    they are held here."""
+    they are held here. If the model was loaded to be `deterministic`, that is the build of the kernels whose order of
+    sums it has."""
 
     model: CausalModel
     layout: KVLayout
@@ -45,6 +50,7 @@ class LoadedModel:
     native: bool
     fingerprint: str
     weights_dtype: torch.dtype
+    deterministic: str | None = None
     about: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -55,12 +61,13 @@ def load_model(
     ops: DecoderOps | None = None,
     ranks: RankGroup | None = None,
     linear: LinearName = "auto",
+    deterministic: bool = False,
 ) -> LoadedModel:
     """A native family if the model belongs to one, else the model as transformers has it, over the bridge.
 
     `make_linear` replaces what `linear` selects, `ops` replaces torch's own small operators. With several `ranks`, each
-    loads its share, and the result describes that share. Raises ModelError (not found, not supported, weights that do
-    not fit) or DeviceUnavailable.
+    loads its share, and the result describes that share. `deterministic`: a row's results do not depend on the rows
+    beside it. Raises ModelError (not found, not supported, weights that do not fit) or DeviceUnavailable.
     """
     use_cpu_threads(settings.num_threads)
     directory = find_model(settings.path, settings.revision)
@@ -74,11 +81,25 @@ def load_model(
             raise UnsupportedModel(
                 f"tensor_parallel {ranks.size}: only native families are shared out to ranks ({refusal})"
             ) from refusal
+        if deterministic:
+            raise UnsupportedModel(f"execution.deterministic is for native models ({refusal})") from refusal
         return _load_bridged(directory, config, settings, device, refusal)
-    linears: Linears | LinearName = linear
+    choose: LinearsFor = partial(choose_linears, linear, deterministic=deterministic)
     if make_linear is not None:
-        linears = make_linear if isinstance(make_linear, Linears) else FixedLinears(make_linear, {})
-    return _load_native(directory, spec, settings, device, linears, ops or TorchOps(), ranks)
+        given = make_linear if isinstance(make_linear, Linears) else FixedLinears(make_linear, {})
+        choose = partial(_given, given)
+    loaded = _load_native(directory, spec, settings, device, choose, ops or TorchOps(), ranks)
+    return _in_fixed_order(loaded) if deterministic else loaded
+
+
+def _given(linears: Linears, *_: object) -> Linears:
+    return linears
+
+
+def _in_fixed_order(loaded: LoadedModel) -> LoadedModel:
+    if not isinstance(loaded.model, WholeSteps):
+        raise UnsupportedModel("execution.deterministic: the compiled kernels cannot run this model's steps")
+    return replace(loaded, deterministic=loaded.model.variant)
 
 
 def _load_native(
@@ -86,14 +107,13 @@ def _load_native(
     whole: ModelSpec,
     settings: ModelSettings,
     device: torch.device,
-    linears: Linears | LinearName,
+    choose: LinearsFor,
     ops: DecoderOps,
     ranks: RankGroup,
 ) -> LoadedModel:
     weights_dtype = resolve_dtype(settings.dtype, device, CHECKPOINT_DTYPES[whole.checkpoint_dtype])
     dtype = activation_dtype(device, weights_dtype)
-    if isinstance(linears, str):
-        linears = choose_linears(linears, device, weights_dtype, dtype)
+    linears = choose(device, weights_dtype, dtype)
     shares, spec = Shares(whole, ranks.rank, ranks.size), whole.shard(ranks.size)
     with torch.inference_mode():
         if settings.load_format == "dummy":

@@ -233,6 +233,7 @@ class ExecutionArgs(StrictModel):
     decode_steps: Annotated[int, Field(ge=1, le=64)] = 1
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     linear: LinearName = "auto"
+    deterministic: bool = False
 
     def conflicts(self, model: ModelArgs | None, cache: CacheArgs | None) -> list[str]:
         """What these settings cannot do with those of other sections, each by the names of its keys."""
@@ -257,4 +258,18 @@ class ExecutionArgs(StrictModel):
                 reasons.append(
                     f"attention 'flash' needs a cache.page_size that is a multiple of 16, not {cache.page_size}"
                 )
+        if self.deterministic:
+            reasons += self._against_determinism(model)
+        return reasons
+
+    def _against_determinism(self, model: ModelArgs | None) -> list[str]:
+        reasons = []
+        if model is not None and model.device == "cuda":
+            reasons.append("deterministic is for CPUs, model.device is 'cuda'")
+        if self.attention not in ("auto", "cpu"):
+            reasons.append(f"deterministic needs attention 'cpu', not {self.attention!r}")
+        if self.linear != "auto":
+            reasons.append(f"deterministic needs linear 'auto', not {self.linear!r}")
+        if self.tensor_parallel > 1:
+            reasons.append(f"deterministic needs tensor_parallel 1, not {self.tensor_parallel}")
         return reasons

@@ -51,6 +51,8 @@ class Cell:
     chunked: bool
     retracting: bool
     seed: int
+    top: int = 0
+    """Number of likely tokens whose log-probabilities every request asks for; 0 leaves it to chance whether it asks."""
 
 
 @dataclass
@@ -60,6 +62,7 @@ class Flight:
     spec: GenerateRequest
     abort_after: int | None
     output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
@@ -150,8 +153,10 @@ class CellRun:
         logprobs = None
         if self.rng.random() < 0.15:
             start = self.rng.choice([0, len(history), self.rng.randrange(len(history) + 1)])
-            logprobs = LogprobParams(output=True, input_start=start)
+            logprobs = LogprobParams(output=True, top=self.cell.top, input_start=start)
             self.events["log-probabilities of history"] += start < len(history)
+        elif self.cell.top:
+            logprobs = LogprobParams(output=True, top=self.cell.top)
         spec = self._spec(new_tokens, session_id, history, min(longest, CONTEXT), logprobs)
         abort_after = self.rng.randrange(8) if self.rng.random() < 0.15 else None
         self.in_flight[spec.request_id] = Flight(spec, abort_after)
@@ -192,6 +197,7 @@ class CellRun:
         for delta in deltas:
             flight = self.in_flight[delta.request_id]
             flight.output += delta.token_ids
+            flight.logprobs += delta.logprobs
             flight.input_logprobs += delta.input_logprobs
             if delta.finish is not None:
                 self._end(self.in_flight.pop(delta.request_id), delta)
@@ -211,7 +217,7 @@ class CellRun:
         assert not set(flight.output[:-1]) & spec.sampling.stop_token_ids, "went on past a stop"
         prompt = [*spec.history[: spec.history_len], *spec.new_tokens]
         assert len(prompt) + len(flight.output) <= CONTEXT
-        self.finished.append(Finished(prompt + flight.output, len(prompt), spec.request_id))
+        self.finished.append(Finished(prompt + flight.output, len(prompt), spec.request_id, flight.logprobs))
         start = spec.logprobs.input_start if spec.logprobs is not None else None
         if start is not None:
             self.scored.append(Scored(prompt, start, flight.input_logprobs, spec.request_id))

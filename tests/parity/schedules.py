@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.api import FinishReason, GenerateRequest
+from engine.api import FinishReason, GenerateRequest, TokenLogprob
 from engine.attention.choose import AttentionChoice, choose_attention
 from engine.build_runner import StepLimits, device_runner
 from engine.models.loader import LoadedModel
@@ -78,11 +78,13 @@ def poisoned_device_runner(
 
 @dataclass
 class Finished:
-    """A request that finished well: the whole sequence and the length of its prompt."""
+    """A request that finished well: the whole sequence and the length of its prompt, with the log-probabilities of the
+    rest if they were asked for."""
 
     tokens: list[int]
     prompt_len: int
     what: str
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass

@@ -45,8 +45,8 @@ static Tile *one_more(Tiling *tiling) {
     return &tiling->tiles[tiling->count++];
 }
 
-static int parts_of(int rows, int first, int end, int threads) {
-    if (threads == 1 || rows > FEW_ROWS) return 1;
+static int parts_of(const Items *items, int rows, int first, int end, int threads) {
+    if (threads == 1 || rows > FEW_ROWS || items->deterministic) return 1;
     return most(1, (end - first) / PART_KEYS);
 }
 
@@ -79,13 +79,13 @@ Outcome tile_items(Tiling *tiling, const Items *items, Heads heads, const LayerK
     for (int index = 0; index < items->count; index++) {
         const Item *item = &items->items[index];
         int rows = item->queries * group, history = item->length - item->queries;
-        int height = rows <= FEW_ROWS ? rows : LANES;
+        int height = rows <= FEW_ROWS ? rows : items->deterministic ? FEW_ROWS : LANES;
         for (int kv_head = 0; kv_head < heads.kv_heads; kv_head++)
             for (int row = 0; row < rows; row += height) {
                 int count = least(height, rows - row);
                 int first = first_key(layer->window, history + row / group);
                 int end = history + (row + count - 1) / group + 1;
-                int parts = parts_of(rows, first, end, threads);
+                int parts = parts_of(items, rows, first, end, threads);
                 for (int part = 0; part < parts; part++) {
                     Tile *tile = one_more(tiling);
                     if (tile == NULL) return NO_MEMORY;
@@ -196,12 +196,13 @@ INLINE void fetch(const float *from, size_t floats) {
     for (size_t at = 0; at < floats; at += 16) __builtin_prefetch(from + at, 0, 3);
 }
 
-/* Takes in keys token .. token+count-1, which lie one after another; meanwhile their values are fetched. */
-static void few_scores(Few *few, const float *keys, const float *values, int token, int count) {
-    int padded = PADDED(count);
+/* Takes in keys token .. token+count-1, which lie one after another; meanwhile their values are fetched. Their scores
+   begin at lane `lead`. */
+static void few_scores(Few *few, const float *keys, const float *values, int token, int count, int lead) {
+    int padded = PADDED(lead + count);
     int history = few->item->length - few->item->queries;
     for (int r = 0; r < few->tile->rows; r++) {
-        float *scores = few->scores[r];
+        float *all = few->scores[r], *scores = all + lead;
         for (int k = 0; k < count; k += LANES) {
             if (r == 0)
                 fetch(values + (size_t)k * (size_t)few->head_dim, (size_t)(least(LANES, count - k) * few->head_dim));
@@ -210,15 +211,16 @@ static void few_scores(Few *few, const float *keys, const float *values, int tok
         int position = history + (few->tile->row + r) / few->group;
         int first = first_key(few->window, position) - token, end = least(count, position + 1 - token);
         for (int k = 0; k < least(first, count); k++) scores[k] = -INFINITY;
-        for (int k = most(end, 0); k < padded; k++) scores[k] = -INFINITY;
-        Floats highest = load(scores);
-        for (int k = LANES; k < padded; k += LANES) highest = larger(highest, load(scores + k));
+        for (int k = most(end, 0); k < padded - lead; k++) scores[k] = -INFINITY;
+        for (int k = 0; k < lead; k++) all[k] = -INFINITY;
+        Floats highest = load(all);
+        for (int k = LANES; k < padded; k += LANES) highest = larger(highest, load(all + k));
         float before = few->most[r], now = largest(highest);
         now = now > before ? now : before;
         Floats sum = {0};
         for (int k = 0; k < padded; k += LANES) {
-            Floats powers = exponential(load(scores + k) - now);
-            store(scores + k, powers);
+            Floats powers = exponential(load(all + k) - now);
+            store(all + k, powers);
             sum += powers;
         }
         float shrunk = expf(before - now);
@@ -230,8 +232,8 @@ static void few_scores(Few *few, const float *keys, const float *values, int tok
 }
 
 /* `next` has keys to be fetched meanwhile, as many as there are values, or is NULL. */
-INLINE void add_values(Few *few, const float *values, const float *next, int count, int row, const int rows, int at,
-                       const int wide) {
+INLINE void add_values(Few *few, const float *values, const float *next, int count, int lead, int row, const int rows,
+                       int at, const int wide) {
     Floats sums[4][WIDE];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int w = 0; w < wide; w++)
         sums[r][w] = load(few->out[row + r] + at + w * LANES);
@@ -240,7 +242,7 @@ INLINE void add_values(Few *few, const float *values, const float *next, int cou
         if (next != NULL) fetch(next + (size_t)k * (size_t)few->head_dim, (size_t)few->head_dim);
         UNROLL for (int w = 0; w < wide; w++) value[w] = load(values + (size_t)k * (size_t)few->head_dim + at + w * LANES);
         UNROLL for (int r = 0; r < rows; r++) {
-            float weight = few->scores[row + r][k];
+            float weight = few->scores[row + r][lead + k];
             UNROLL for (int w = 0; w < wide; w++) sums[r][w] += value[w] * weight;
         }
     }
@@ -248,17 +250,17 @@ INLINE void add_values(Few *few, const float *values, const float *next, int cou
         store(few->out[row + r] + at + w * LANES, sums[r][w]);
 }
 
-static void few_values(Few *few, const float *values, const float *next, int count) {
+static void few_values(Few *few, const float *values, const float *next, int count, int lead) {
     int rows = few->tile->rows, head_dim = few->head_dim, at = 0;
     for (; at + LANES <= head_dim; ) {
         int wide = at + WIDE * LANES <= head_dim ? WIDE : 1;
         for (int row = 0; row < rows;) {
             int left = rows - row;
             const float *fetched = at == 0 && row == 0 ? next : NULL;
-            if (wide == WIDE && left >= 4) add_values(few, values, fetched, count, row, 4, at, WIDE), row += 4;
-            else if (wide == WIDE && left >= 2) add_values(few, values, fetched, count, row, 2, at, WIDE), row += 2;
-            else if (wide == WIDE) add_values(few, values, fetched, count, row, 1, at, WIDE), row += 1;
-            else add_values(few, values, fetched, count, row, 1, at, 1), row += 1;
+            if (wide == WIDE && left >= 4) add_values(few, values, fetched, count, lead, row, 4, at, WIDE), row += 4;
+            else if (wide == WIDE && left >= 2) add_values(few, values, fetched, count, lead, row, 2, at, WIDE), row += 2;
+            else if (wide == WIDE) add_values(few, values, fetched, count, lead, row, 1, at, WIDE), row += 1;
+            else add_values(few, values, fetched, count, lead, row, 1, at, 1), row += 1;
         }
         at += wide * LANES;
     }
@@ -266,7 +268,7 @@ static void few_values(Few *few, const float *values, const float *next, int cou
         for (int row = 0; row < rows; row++) {
             Floats sum = load(few->out[row] + at);
             for (int k = 0; k < count; k++)
-                sum += load_some(values + (size_t)k * (size_t)head_dim + at, head_dim - at) * few->scores[row][k];
+                sum += load_some(values + (size_t)k * (size_t)head_dim + at, head_dim - at) * few->scores[row][lead + k];
             store(few->out[row] + at, sum);
         }
 }
@@ -276,6 +278,14 @@ static int run_length(const int32_t *pages, int page_size, int token, int limit)
     int count = page_size - token % page_size;
     for (int page = token / page_size; count < limit && pages[page + 1] == pages[page] + 1; page++) count += page_size;
     return least(count, limit);
+}
+
+/* Tokens from `token`, at most `limit`, that are taken in at once by all queries that see them, whichever pages they lie
+   in. `lead` is where among the lanes the first of them stands. */
+static int block_length(int page_size, int token, int limit, int *lead) {
+    int page = token / page_size * page_size, block = most(page, token / KEYS * KEYS);
+    *lead = (token - block) % LANES;
+    return least(least(page + page_size, (token / KEYS + 1) * KEYS) - token, limit);
 }
 
 /* Adds up what the parts of a tile have left. */
@@ -319,13 +329,15 @@ static void attend_few(const Tile *tile, const Items *items, Heads heads, const 
     }
     size_t head_at = (size_t)tile->kv_head * (size_t)layer->head_stride;
     for (int token = tile->first; token < tile->end;) {
-        int count = run_length(pages, items->page_size, token, least(KEYS, tile->end - token));
+        int left = tile->end - token, lead = 0;
+        int count = items->deterministic ? block_length(items->page_size, token, left, &lead)
+                                         : run_length(pages, items->page_size, token, least(KEYS, left));
         size_t at = head_at + place(pages, items->page_size, head_dim, token);
         const float *next = NULL;
         if (token + count < tile->end)
             next = layer->keys + head_at + place(pages, items->page_size, head_dim, token + count);
-        few_scores(&few, layer->keys + at, layer->values + at, token, count);
-        few_values(&few, layer->values + at, next, count);
+        few_scores(&few, layer->keys + at, layer->values + at, token, count, lead);
+        few_values(&few, layer->values + at, next, count, lead);
         token += count;
     }
     if (tile->parts == 1) {

@@ -19,10 +19,11 @@ typedef struct {
 /* What became of a call: after all but DONE nothing was computed or written. */
 typedef enum { DONE, NO_MEMORY, BAD_TABLE, BAD_POSITION } Outcome;
 
-/* The items of a step. */
+/* The items of a step. If `deterministic`, what is computed of a query depends on nothing but its own sequence: not on
+   the items and queries beside it, nor on which pages its keys lie in, nor on the number of threads. */
 typedef struct {
     const Item *items;
-    int32_t count, rows, page_size;
+    int32_t count, rows, page_size, deterministic;
 } Items;
 
 /* One layer's keys and values: head h of slot s is at keys + h * head_stride + s * head_dim, and likewise values. A

@@ -1,0 +1,112 @@
+"""With `execution.deterministic` a sequence's log-probabilities are the same to the last bit, whatever ran beside it.
+
+The cells of test_matrix.py: sessions and other requests under chunks, drafts, retraction, aborts, rewinds and demotion.
+Each result is compared with one pass over the whole sequence in a fresh engine, which has other threads and pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.api import GenerateRequest, LogprobParams, SamplingParams, TokenDelta, TokenLogprob
+from engine.build import assemble_engine
+from engine.build_runner import build_runner
+from engine.models.loader import LoadedModel, load_model
+from engine.settings import CacheSettings, DTypeName, ModelSettings, SchedulerSettings, SpeculationSettings
+from tests.parity.matrix_cell import CONTEXT, Cell, CellRun
+from tests.parity.schedules import Finished
+
+pytestmark = pytest.mark.slow
+
+VOCAB = 24
+SIZES = {
+    "vocab_size": VOCAB,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+SMALL_HEADS = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 72}
+
+MODELS = {
+    "small": lambda: transformers.MistralConfig(**SIZES, **SMALL_HEADS, sliding_window=None),
+    "windowed": lambda: transformers.MistralConfig(**SIZES, **SMALL_HEADS, sliding_window=29),
+    "wide": lambda: transformers.Qwen3Config(**SIZES, **WIDE_HEADS),
+}
+DTYPES: tuple[DTypeName, ...] = ("float32", "bfloat16", "float16")
+"""Of the weights: the kernels have a way for each."""
+
+CELLS = [
+    Cell(speculation, page_size, chunked, retracting, seed, VOCAB)
+    for seed, (speculation, page_size, chunked, retracting) in enumerate(
+        product(("off", "ngram"), (1, 16, 256), (False, True), (False, True)), 500
+    )
+]
+
+
+@dataclass
+class Models:
+    """The model whose steps are mixed, and the same with more threads for single passes."""
+
+    mixed: LoadedModel
+    alone: LoadedModel
+
+
+@pytest.fixture(scope="module", params=product(MODELS, DTYPES), ids="-".join)
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    name, dtype = request.param
+    torch.manual_seed(5)
+    model: Any = transformers.AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.float32)
+    with torch.no_grad():
+        for each, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in each else 0.0, 0.25)
+    directory = tmp_path_factory.mktemp(name)
+    model.save_pretrained(directory)
+    return Models(load(directory, dtype, threads=1), load(directory, dtype, threads=3))
+
+
+def load(directory: Path, dtype: DTypeName, threads: int) -> LoadedModel:
+    settings = ModelSettings(str(directory), dtype=dtype, device="cpu", num_threads=threads)
+    return load_model(settings, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    "cell", CELLS, ids=lambda cell: f"{cell.speculation}-page{cell.page_size}"
+    f"{'-chunked' * cell.chunked}{'-retracting' * cell.retracting}",
+)  # fmt: skip
+def test_what_ran_beside_a_request_changes_no_bit_of_it(models: Models, cell: Cell) -> None:
+    run = CellRun(cell, models.mixed, None)
+    run.run()
+    assert len(run.finished) >= 30
+    for each in run.finished:
+        assert each.logprobs == one_pass(models.alone, cell.page_size, each), (each.what, cell.seed)
+
+
+def one_pass(loaded: LoadedModel, page_size: int, finished: Finished) -> list[TokenLogprob]:
+    """The output's log-probabilities by a pass over all its tokens but the last, which it gives anew: alone and in one
+    chunk."""
+    cache = CacheSettings(page_size, 2 * CONTEXT // page_size + 2, window_ratio=1.0)
+    limits = SchedulerSettings(max_batch_tokens=CONTEXT, chunk_size=CONTEXT)
+    deltas: list[TokenDelta] = []
+    runner = build_runner(loaded, cache, scheduler=limits)
+    engine = assemble_engine(runner, cache, limits, SpeculationSettings(), frozenset(), deltas.extend)
+    asked = LogprobParams(output=True, top=VOCAB, input_start=finished.prompt_len - 1)
+    engine.submit(
+        GenerateRequest("again", finished.tokens[:-1], SamplingParams(1, temperature=0.0), logprobs=asked)
+    )
+    engine._drain_inbox(block=False)
+    while engine.step():
+        pass
+    runner.close()
+    _, *inputs = [entry for delta in deltas for entry in delta.input_logprobs]
+    return [*inputs, *(entry for delta in deltas for entry in delta.logprobs)]
