@@ -87,7 +87,9 @@ CASES = [
 ]
 
 
-def load(model: Model, variant: str, way: str) -> tuple[TorchRunner, float]:
+def load(
+    model: Model, variant: str, way: str, num_pages: int = NUM_PAGES, deterministic: bool = False
+) -> tuple[TorchRunner, float]:
     """Returns the runner and the seconds that loading took."""
     checkpoint, dtype, _ = VARIANTS[variant]
     begun_s = time.perf_counter()
@@ -98,9 +100,9 @@ def load(model: Model, variant: str, way: str) -> tuple[TorchRunner, float]:
         )
         weights = torch.float32 if dtype == "float32" else torch.bfloat16
         plain = linear_factory(torch.device("cpu"), weights, torch.float32) if way == "torch" else None
-        loaded = load_model(settings, plain)
+        loaded = load_model(settings, plain, deterministic=deterministic)
     execution = ExecutionSettings(attention="torch" if way == "torch" else "cpu")
-    runner = build_runner(loaded, CacheSettings(PAGE_SIZE, NUM_PAGES), execution=execution)
+    runner = build_runner(loaded, CacheSettings(PAGE_SIZE, num_pages), execution=execution)
     assert isinstance(runner, TorchRunner)
     runner._pool.full.kv_L2KSD.zero_()
     return runner, time.perf_counter() - begun_s

@@ -1,0 +1,123 @@
+"""What `execution.deterministic` costs on a CPU: steps with it beside the same steps without.
+
+    PYTHONPATH=. python benchmarks/determinism_cost.py --json determinism_cost.json
+
+Both hold the same random weights and are timed in turn (A B A B). A ratio is the median, over rounds, of the time
+without over the time with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cpu_steps import Model, load, median_s
+from engine_decode import EMBEDDED, PAGE_SIZE
+from measure import OtherProcesses, machine
+from rich.console import Console
+from rich.table import Table
+from weight_bandwidth import MODEL, VARIANTS
+
+from engine.api import SamplingParams
+from engine.batch import BatchItem, SampleSpec, ScheduledBatch
+from engine.cpu.library import NoKernels, find_kernels
+from engine.runner.torch_runner import TorchRunner
+
+NUM_PAGES = 1920
+STEPS = ((1, 1, 100), (8, 1, 100), (1, 1, 1800), (16, 1, 1800), (1, 16, 1800), (1, 512, 0), (1, 512, 1400))
+"""Streams, tokens of each, and tokens before these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    streams: int
+    tokens: int
+    history: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.streams} × {self.tokens} after {self.history:,}"
+
+    def call(self, runner: TorchRunner) -> Callable[[], object]:
+        each = -(-(self.history + self.tokens) // PAGE_SIZE)
+        pages = np.random.default_rng(1).permutation(NUM_PAGES).astype(np.int32)
+        sample = SampleSpec(SamplingParams(temperature=0.0))
+        items = [
+            BatchItem(
+                str(n), [5] * self.tokens, self.history, pages[n * each : (n + 1) * each].copy(), False, sample
+            )
+            for n in range(self.streams)
+        ]
+        return lambda: runner.execute(ScheduledBatch(items))
+
+
+def measure(model: Model, variant: str, rounds: int, round_s: float) -> list[dict[str, Any]]:
+    """A row for each step."""
+    ways = {fixed: load(model, variant, "compiled", NUM_PAGES, fixed)[0] for fixed in (False, True)}
+    others, rows = OtherProcesses(), []
+    for step in (Step(*each) for each in STEPS):
+        calls = {fixed: step.call(runner) for fixed, runner in ways.items()}
+        for call in calls.values():
+            call()
+        times_s = [{fixed: median_s(call, round_s) for fixed, call in calls.items()} for _ in range(rounds)]
+        rates = [each[False] / each[True] for each in times_s]
+        rows.append(
+            {
+                "model": model.name,
+                "variant": variant,
+                "threads": model.threads,
+                "step": step.name,
+                "free_s": statistics.median(each[False] for each in times_s),
+                "deterministic_s": statistics.median(each[True] for each in times_s),
+                "rate": statistics.median(rates),
+                "least_rate": min(rates),
+                "most_rate": max(rates),
+                "other_processes_cores": others.cores(),
+            }
+        )
+    return rows
+
+
+def print_table(rows: list[dict[str, Any]], kernels: str) -> None:
+    table = Table(title=f"Steps on a CPU with and without execution.deterministic: {kernels} kernels")
+    for name in ("model", "weights", "threads", "step", "free ms", "deterministic ms", "rate", "from", "to"):
+        table.add_column(name, justify="left" if name in ("model", "weights", "step") else "right")
+    for row in rows:
+        times = (f"{row[key] * 1e3:.2f}" for key in ("free_s", "deterministic_s"))
+        rates = (f"{row[key]:.2f}" for key in ("rate", "least_rate", "most_rate"))
+        table.add_row(row["model"], row["variant"], str(row["threads"]), row["step"], *times, *rates)
+    Console(width=160).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--round-s", type=float, default=0.3, help="of each way and step in a round")
+    parser.add_argument("--model", choices=["5 M", "505 M"], action="append", help="both if left out")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    kernels = find_kernels()
+    if isinstance(kernels, NoKernels):
+        raise SystemExit(f"nothing to compare: {kernels.reason}")
+    small = json.loads((EMBEDDED / "config.json").read_text())
+    rows = []
+    for model in (Model("5 M", small, 1), Model("505 M", MODEL, 2)):
+        if args.model is None or model.name in args.model:
+            torch.set_num_threads(model.threads)
+            for variant in VARIANTS:
+                rows += measure(model, variant, args.rounds, args.round_s)
+    print_table(rows, kernels.variant)
+    if args.json is not None:
+        result = {"machine": machine(), "kernels": kernels.variant, "rows": rows}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
