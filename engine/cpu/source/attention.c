@@ -92,11 +92,11 @@ static void few_scores(Few *few, const Block *block) {
             store(scores + lane, powers);
             sum += powers;
         }
-        float shrunk = exponential(every(before - now))[0];
+        Floats shrunk = exponential(every(before - now));
         few->most[r] = now;
-        few->sum[r] = few->sum[r] * shrunk + total(sum);
-        if (shrunk != 1.0f)
-            for (int d = 0; d < few->head_dim; d += LANES) store(few->out[r] + d, load(few->out[r] + d) * shrunk);
+        few->sum[r] = rounded(few->sum[r] * shrunk)[0] + total(sum);
+        if (shrunk[0] != 1.0f)
+            for (int d = 0; d < few->head_dim; d += LANES) store(few->out[r] + d, rounded(load(few->out[r] + d) * shrunk));
     }
 }
 
@@ -232,7 +232,7 @@ INLINE void lane_scores(Lanes *lanes, const float *keys, int head_dim, const Blo
 
 INLINE void lane_values(Lanes *lanes, const float *values, const Block *block, Floats shrunk, int at, const int wide) {
     Floats sums[LANE_SUMS];
-    UNROLL for (int w = 0; w < wide; w++) sums[w] = load(lanes->out + (at + w) * LANES) * shrunk;
+    UNROLL for (int w = 0; w < wide; w++) sums[w] = rounded(load(lanes->out + (at + w) * LANES) * shrunk);
     for (int k = 0; k < block->count; k++) {
         Floats power = load(lanes->powers + k * LANES);
         const float *from = values + block->at[k] + at;
@@ -290,7 +290,7 @@ static void attend_lanes(const Tile *tile, const Items *items, Heads heads, cons
         for (int k = 0; k < block.count; k++) now = larger(now, load(lanes->powers + k * LANES));
         Floats shrunk = exponential(highest - now);
         highest = now;
-        sum = sum * shrunk + lane_powers(lanes, &block, now);
+        sum = rounded(sum * shrunk) + lane_powers(lanes, &block, now);
         for (; d + LANE_SUMS <= head_dim; d += LANE_SUMS) lane_values(lanes, values, &block, shrunk, d, LANE_SUMS);
         for (; d < head_dim; d++) lane_values(lanes, values, &block, shrunk, d, 1);
     }

@@ -59,6 +59,16 @@ INLINE void store_some(float *to, Floats value, int count) {
 
 INLINE Floats every(float value) { return value - (Floats){0}; }
 
+/* A product that is rounded: what is added to it is not fused with it, wherever the compiler moves the sum. */
+INLINE Floats rounded(Floats product) {
+#if defined(__x86_64__)
+    __asm__("" : "+v"(product));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(product));
+#endif
+    return product;
+}
+
 INLINE Floats choose(Ints mask, Floats yes, Floats no) {
     return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no));
 }
