@@ -218,8 +218,8 @@ typedef struct {
     float q[LARGEST_HEAD * LANES], out[LARGEST_HEAD * LANES], powers[KEYS * LANES];
 } Lanes;
 
-INLINE void lane_scores(Lanes *lanes, const float *keys, int head_dim, const Block *block, int key,
-                        const int keys_at_once) {
+INLINE void score_some(Lanes *lanes, const float *keys, int head_dim, const Block *block, int key,
+                       const int keys_at_once) {
     Floats sums[8];
     const float *from[8];
     UNROLL for (int k = 0; k < keys_at_once; k++) sums[k] = (Floats){0}, from[k] = keys + block->at[key + k];
@@ -228,6 +228,15 @@ INLINE void lane_scores(Lanes *lanes, const float *keys, int head_dim, const Blo
         UNROLL for (int k = 0; k < keys_at_once; k++) sums[k] += part * from[k][d];
     }
     UNROLL for (int k = 0; k < keys_at_once; k++) store(lanes->powers + (key + k) * LANES, sums[k]);
+}
+
+/* A function of its own, or not all pointers to keys are held in registers. Meanwhile the keys' values are fetched. */
+static __attribute__((noinline)) void lane_scores(Lanes *lanes, const float *keys, const float *values, int head_dim,
+                                                  const Block *block) {
+    for (int k = 0; k < block->count; k++) fetch(values + block->at[k], (size_t)head_dim);
+    int key = 0;
+    for (; key + 8 <= block->count; key += 8) score_some(lanes, keys, head_dim, block, key, 8);
+    for (; key < block->count; key++) score_some(lanes, keys, head_dim, block, key, 1);
 }
 
 INLINE void lane_values(Lanes *lanes, const float *values, const Block *block, Floats shrunk, int at, const int wide) {
@@ -243,14 +252,16 @@ INLINE void lane_values(Lanes *lanes, const float *values, const Block *block, F
 
 /* Turns scores into powers, relative to `now`. Their sum is that of few_scores: those of every LANESth key first. */
 static Floats lane_powers(Lanes *lanes, const Block *block, Floats now) {
-    Floats sums[LANES], sum = {0};
-    for (int lane = 0; lane < LANES; lane++) sums[lane] = (Floats){0};
-    for (int k = 0; k < block->count; k++) {
-        Floats power = exponential(load(lanes->powers + k * LANES) - now);
-        store(lanes->powers + k * LANES, power);
-        sums[(block->token + k) % LANES] += power;
+    Floats sum = {0};
+    for (int lane = 0; lane < LANES; lane++) {
+        Floats part = {0};
+        for (int k = (lane + KEYS - block->token % KEYS) % LANES; k < block->count; k += LANES) {
+            Floats power = exponential(load(lanes->powers + k * LANES) - now);
+            store(lanes->powers + k * LANES, power);
+            part += power;
+        }
+        sum += part;
     }
-    for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
     return sum;
 }
 
@@ -278,9 +289,7 @@ static void attend_lanes(const Tile *tile, const Items *items, Heads heads, cons
     int seen_by_all = history + tile->row / group + 1; /* keys before this one, but for the window */
     for (int token = tile->first; token < tile->end; token += block.count) {
         find_block(&block, pages, items->page_size, head_dim, token, tile->end);
-        int key = 0, d = 0;
-        for (; key + 8 <= block.count; key += 8) lane_scores(lanes, keys, head_dim, &block, key, 8);
-        for (; key < block.count; key++) lane_scores(lanes, keys, head_dim, &block, key, 1);
+        lane_scores(lanes, keys, values, head_dim, &block);
         if (layer->window > 0 || token + block.count > seen_by_all)
             for (int k = 0; k < block.count; k++) {
                 Ints hidden = (first_keys > token + k) | (last_keys < token + k);
@@ -291,6 +300,7 @@ static void attend_lanes(const Tile *tile, const Items *items, Heads heads, cons
         Floats shrunk = exponential(highest - now);
         highest = now;
         sum = rounded(sum * shrunk) + lane_powers(lanes, &block, now);
+        int d = 0;
         for (; d + LANE_SUMS <= head_dim; d += LANE_SUMS) lane_values(lanes, values, &block, shrunk, d, LANE_SUMS);
         for (; d < head_dim; d++) lane_values(lanes, values, &block, shrunk, d, 1);
     }
