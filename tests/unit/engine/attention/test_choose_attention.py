@@ -74,6 +74,16 @@ def test_a_cpu_has_the_compiled_kernels(variant: str) -> None:
     assert (other.name, "not cpu: " in other.reason) == ("torch", True)
 
 
+def test_deterministic_attention_is_that_of_the_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AttentionUnavailable, match=r"'torch' cannot run: .*execution\.deterministic"):
+        choose_attention("torch", pool(torch.float32), CPU, deterministic=True)
+    with pytest.raises(AttentionUnavailable, match=r"execution\.deterministic"):
+        choose_attention("auto", pool(), GPU, deterministic=True)
+    monkeypatch.setattr(choose, "find_kernels", lambda: NoKernels("there was no compiler"))
+    with pytest.raises(AttentionUnavailable, match="there was no compiler"):
+        choose_attention("auto", pool(torch.float32), CPU, deterministic=True)
+
+
 def test_without_them_it_has_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "find_kernels", lambda: NoKernels("there was no compiler"))
     assert choose_attention("auto", pool(torch.float32), CPU).reason.endswith(

@@ -38,6 +38,25 @@ def test_equals_the_reference(variant: str, values: torch.dtype, biased: bool, t
             torch.testing.assert_close(gated(x_NI), silu(gate_NO) * up_NO, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("values", DTYPES, ids=str)
+@every_build
+def test_a_row_has_the_same_bits_beside_any_number_of_others(variant: str, values: torch.dtype) -> None:
+    torch.manual_seed(5)
+    for outputs, inputs in SHAPES:
+        weight_OI, x_NI = (torch.randn(outputs, inputs) * 0.05).to(values).float(), torch.randn(400, inputs)
+        made = [
+            make(weight_OI, torch.ones(outputs))
+            for linears in (PackedLinears(Workers(kernels_of(variant), n), rounds=False) for n in (1, 3))
+            for make in (linears, linears.gated)
+        ]
+        expected = [linear(x_NI) for linear in made]
+        assert torch.equal(expected[0], expected[2])
+        assert torch.equal(expected[1], expected[3])
+        for rows in ROWS:
+            for linear, all_NO in zip(made, expected, strict=True):
+                assert torch.equal(linear(x_NI[-rows:]), all_NO[-rows:]), f"{rows} rows"
+
+
 @pytest.mark.parametrize("inputs", [67, 96])
 @every_build
 def test_many_rows_may_be_rounded_to_bfloat16(variant: str, inputs: int) -> None:

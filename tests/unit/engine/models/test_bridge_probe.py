@@ -103,6 +103,13 @@ def test_a_model_unknown_to_transformers(tmp_path: Path) -> None:
         load_model(ModelSettings(str(tmp_path), device="cpu"))
 
 
+def test_a_bridged_model_is_not_deterministic(tmp_path: Path) -> None:
+    transformers.GPTNeoXConfig(**SMALL).save_pretrained(tmp_path)
+    settings = ModelSettings(str(tmp_path), device="cpu", load_format="dummy")
+    with pytest.raises(UnsupportedModel, match=r"execution\.deterministic is for native models .*gpt_neox"):
+        load_model(settings, deterministic=True)
+
+
 def test_native_families_stay_native(tmp_path: Path) -> None:
     native = load(transformers.LlamaConfig(**SMALL), tmp_path)
     assert native.native

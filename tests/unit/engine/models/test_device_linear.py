@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from engine.cpu.library import Kernels, NoKernels, find_kernels
-from engine.cpu.matrix import PackedMatrix
+from engine.cpu.matrix import PackedLinears, PackedMatrix
 from engine.models import device_linear
 from engine.models.device_linear import ROWS, FixedLinears, MeasuredLinears, choose_linears
+from engine.models.errors import UnsupportedModel
 from engine.models.linear import CastingLinear, Linear, LinearFactory, PlainLinear, SplitLinear
 from engine.models.loader import load_model
 from engine.settings import ModelSettings
@@ -175,6 +176,30 @@ def test_without_them_it_has_what_torch_brings(monkeypatch: pytest.MonkeyPatch) 
     linears = choose_linears("auto", CPU, torch.float32, torch.float32)
     assert isinstance(linears(torch.rand(4, 6), None), SplitLinear)
     assert linears.describe() == {"linear": "torch", "linear_reason": "there was no compiler"}
+
+
+def test_deterministic_products_are_those_of_the_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = torch.float32
+    with pytest.raises(UnsupportedModel, match="torch's products depend on the number of rows"):
+        choose_linears("torch", CPU, wide, wide, deterministic=True)
+    with pytest.raises(UnsupportedModel, match=r"execution\.deterministic is for CPUs"):
+        choose_linears("auto", GPU, torch.bfloat16, torch.bfloat16, deterministic=True)
+    if isinstance(find_kernels(), Kernels):
+        with pytest.raises(UnsupportedModel, match=r"activations in torch\.bfloat16"):
+            choose_linears("auto", CPU, torch.bfloat16, torch.bfloat16, deterministic=True)
+    monkeypatch.setattr(device_linear, "find_kernels", lambda: NoKernels("there was no compiler"))
+    with pytest.raises(UnsupportedModel, match="needs the compiled kernels: there was no compiler"):
+        choose_linears("auto", CPU, wide, wide, deterministic=True)
+
+
+@every_build
+def test_deterministic_products_round_no_rows(variant: str) -> None:
+    kernels_of(variant)
+    linears = choose_linears("auto", CPU, torch.bfloat16, torch.float32, deterministic=True)
+    assert isinstance(linears, PackedLinears)
+    weight_OI, x_NI = torch.randn(32, 64).bfloat16(), torch.randn(40, 64)
+    exact_NO = PlainLinear(weight_OI.float(), None)(x_NI)
+    torch.testing.assert_close(linears(weight_OI, None)(x_NI), exact_NO, atol=1e-5, rtol=1e-5)
 
 
 def test_what_was_chosen_is_told_with_the_model(tmp_path: Path) -> None:

@@ -287,6 +287,13 @@ def test_conversations_that_cannot_be_durable(sessions: dict[str, object], reaso
             "model.dtype is 'float32'",
         ),
         ({"cache": {"page_size": 24}, "execution": {"attention": "flash"}}, "multiple of 16, not 24"),
+        (
+            {"model": {**MODEL, "device": "cuda"}, "execution": {"deterministic": True}},
+            "deterministic is for CPUs, model.device is 'cuda'",
+        ),
+        ({"execution": {"deterministic": True, "attention": "torch"}}, "attention 'cpu', not 'torch'"),
+        ({"execution": {"deterministic": True, "linear": "torch"}}, "linear 'auto', not 'torch'"),
+        ({"execution": {"deterministic": True, "tensor_parallel": 2}}, "tensor_parallel 1, not 2"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(args: dict[str, object], reason: str) -> None:
@@ -304,6 +311,7 @@ def test_settings_that_contradict_each_other_are_refused(args: dict[str, object]
         {"cache": {"page_size": 32}, "execution": {"attention": "flash"}},
         {"cache": {"page_size": 1}, "execution": {"attention": "torch"}},
         {"speculation": {"method": "draft", "draft_model": MODEL}, "execution": {"tensor_parallel": 2}},
+        {"execution": {"deterministic": True, "attention": "cpu"}, "model": {**MODEL, "device": "cpu"}},
     ],
 )
 def test_settings_that_agree_are_taken(args: dict[str, object]) -> None:
@@ -320,6 +328,8 @@ def test_execution_reaches_the_engine() -> None:
         "tensor_parallel": 2,
         "linear": "torch",
     }
+    deterministic = parse_args({"model": MODEL, "execution": {"deterministic": True}}).engine_settings()
+    assert deterministic.execution.deterministic
     cache = {"kv_dtype": "auto", "memory_share": 0.5}
     settings = parse_args({"model": MODEL, "execution": execution, "cache": cache}).engine_settings()
     assert settings.execution == ExecutionSettings("torch", False, 64, False, 4, 2, "torch")
