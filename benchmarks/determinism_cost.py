@@ -51,7 +51,12 @@ class Step:
         sample = SampleSpec(SamplingParams(temperature=0.0))
         items = [
             BatchItem(
-                str(n), [5] * self.tokens, self.history, pages[n * each : (n + 1) * each].copy(), False, sample
+                str(n),
+                [5] * self.tokens,
+                self.history,
+                pages[n * each : (n + 1) * each].copy(),
+                False,
+                sample,
             )
             for n in range(self.streams)
         ]

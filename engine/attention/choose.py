@@ -74,7 +74,9 @@ def _choice(name: str, reason: str, place: _Place) -> AttentionChoice:
     if name == "cpu":
         return AttentionChoice(name, reason, _cpu(place), TorchTables(place.pool))
     if place.deterministic:
-        raise AttentionUnavailable(name, "its sums depend on what else a step holds (execution.deterministic)")
+        raise AttentionUnavailable(
+            name, "its sums depend on what else a step holds (execution.deterministic)"
+        )
     tables = _MAKERS[name](place)
     if name == "torch":
         return AttentionChoice(name, reason, TorchAttention(place.pool), tables)

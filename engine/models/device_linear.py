@@ -199,7 +199,9 @@ def _in_one_order(name: LinearName, device: torch.device, activations: torch.dty
     if name == "torch":
         raise UnsupportedModel("execution.deterministic: torch's products depend on the number of rows")
     if is_gpu(device):
-        raise UnsupportedModel("execution.deterministic is for CPUs: a GPU's products depend on the number of rows")
+        raise UnsupportedModel(
+            "execution.deterministic is for CPUs: a GPU's products depend on the number of rows"
+        )
     kernels = find_kernels()
     if isinstance(kernels, NoKernels):
         raise UnsupportedModel(f"execution.deterministic needs the compiled kernels: {kernels.reason}")

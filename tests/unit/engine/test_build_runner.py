@@ -87,7 +87,10 @@ def test_what_a_page_s_bytes_depend_on_is_in_its_identity(loaded: LoadedModel) -
     identities = [runner.facts.identity for runner in variants]
     fp8 = make_kv_pool(half.layout, replace(cache, kv_dtype="fp8"), half.dtype, half.device)
     identities.append(kv_identity(half, fp8, None))
-    assert len(set(identities)) == len(variants) + 1
+    for build in ("avx2", "avx512"):
+        pool = make_kv_pool(loaded.layout, cache, loaded.dtype, loaded.device)
+        identities.append(kv_identity(replace(loaded, deterministic=build), pool, None))
+    assert len(set(identities)) == len(variants) + 3
     again = build_runner(loaded, CacheSettings(4, 9))
     assert again.facts.identity == identities[0], "the pool's size is of no matter"
     assert identities[0].weights == loaded.fingerprint == again.describe()["model_fingerprint"]
