@@ -26,11 +26,13 @@ class ItemMaker:
         depends on no token's value, and that it is not certain to end with that result."""
         if not request.in_flight:
             return True
-        if self._speculates or request.seen is not None or request.next_input_logprob is not None:
+        if self._mirrors_prompts or request.seen is not None or request.next_input_logprob is not None:
             return False
-        if request.is_held:
+        if request.is_held or request.awaits_drafts:
             return False
-        return request.num_pending == 0 or request.output_left > 0
+        if request.num_pending == 0:
+            return True
+        return request.output_left > 0 and not self._may_draft(request)
 
     def step_by_step(self, request: LiveRequest) -> bool:
         """Whether every step of the request needs the host: for proposals, edits of its logits, its constraint or
@@ -97,6 +99,11 @@ class ItemMaker:
             missing = request.tokens.slice(kv.draft_len, end)
             behind = end < item.start + count
             item.draft = DraftWork(kv.draft_len, missing, 0 if behind else proposal.model_count)
+
+    def _may_draft(self, request: LiveRequest) -> bool:
+        """Whether the request's next decode may get proposals, by what is known so far. If not, and the pending token
+        changes that, the proposals come a step later."""
+        return self._speculates and request.output_left > 1 and self._proposer.may_propose(request)
 
     def _propose(self, request: LiveRequest, budget: int) -> Proposal:
         """Proposals for a decode, if there are free pages for them: nothing gives way to a guess. Constraints and rules

@@ -69,17 +69,18 @@ class LiveRequest:
 
     While RUNNING it owns `kv`; otherwise `kv` is None. `in_flight` counts its steps that are launched and not yet
     answered. Once they are done, the KV of `launched_len` tokens is computed, and `num_pending` tokens follow the known
-    ones; `total_len` includes those. After the prompt, `launched_len` is all tokens but the last. `run` is 0 unless the
-    request is RUNNING.
+    ones; `total_len` includes those. If the step launched last has drafts (`awaits_drafts`), more may follow. After the
+    prompt, `launched_len` is all tokens but the last. `run` is 0 unless the request is RUNNING.
 
     What never changes is computed once, since a step needs it for every token: `sample` for its items, `stop_ids`,
     `longest_output` and `rules` (see StopCriteria, which removes rules that no longer apply).
     """
 
-    __slots__ = ("accepted_draft_tokens", "arrival", "arrived_s", "cached_tokens", "draft_tokens", "history",
-                 "in_flight", "kv", "launched_len", "longest_output", "next_input_logprob", "num_output",
-                 "num_pending", "place", "prompt_len", "queued_s", "request_id", "rules", "run", "sample",
-                 "seen", "shares_prompt", "spec", "status", "stop_ids", "tokens", "total_len")  # fmt: skip
+    __slots__ = ("accepted_draft_tokens", "arrival", "arrived_s", "awaits_drafts", "cached_tokens",
+                 "draft_tokens", "history", "in_flight", "kv", "launched_len", "longest_output",
+                 "next_input_logprob", "num_output", "num_pending", "place", "prompt_len", "queued_s",
+                 "request_id", "rules", "run", "sample", "seen", "shares_prompt", "spec", "status", "stop_ids",
+                 "tokens", "total_len")  # fmt: skip
 
     def __init__(self, spec: GenerateRequest, arrival: int, arrived_s: float = 0.0) -> None:
         self.spec = spec
@@ -94,6 +95,7 @@ class LiveRequest:
         self.kv: SequenceKV | None = None
         self.run = 0
         self.in_flight = 0
+        self.awaits_drafts = False
         self.launched_len = 0
         self.num_pending = 0
         self.place = 0  # index of its item in the batch launched last
@@ -160,6 +162,7 @@ class LiveRequest:
     def launch(self, item: BatchItem, place: int, num_steps: int) -> None:
         """Records that its item is launched, at `place` in the batch."""
         self.in_flight += 1
+        self.awaits_drafts = item.num_drafts > 0
         self.place = place
         self.launched_len = item.start + len(item.token_ids) - item.num_drafts + num_steps - 1
         kv = self.kv

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from engine.api import SamplingParams
 from engine.request import LiveRequest
 from engine.speculative.adaptive import DraftLength, ProposalCost
-from engine.speculative.ngram import LONGEST_MATCH, NgramIndex
+from engine.speculative.ngram import LONGEST_MATCH, Match, NgramIndex
 from engine.speculative.proposers import NOTHING, Proposal
 
 MOST_INDEXED_TOKENS = 4 * 2**20
@@ -79,10 +79,13 @@ class NgramProposer:
         if match is None:
             return NOTHING
         state.kind = self._kind(match.length)
-        longest = self._until_stop(match.token_ids, request.spec.sampling)
-        cost = ProposalCost.of(self._row_cost, len(self._active))
-        count = state.lengths[state.kind].choose(len(request.tokens), longest, cost)
-        return Proposal(match.token_ids[:count])
+        return Proposal(match.token_ids[: self._pays(state, match, request, len(request.tokens))])
+
+    def may_propose(self, request: LiveRequest) -> bool:
+        """True while the known tokens are a repetition: it may go on."""
+        state = self._catch_up(request)
+        match = state.index.propose(self._max_draft_tokens)
+        return match is not None and self._pays(state, match, request, request.total_len) > 0
 
     def observe(self, request: LiveRequest, proposed: int, accepted: int) -> None:
         state = self._active[request.request_id]
@@ -96,6 +99,12 @@ class NgramProposer:
 
     def forget(self, session_id: str) -> None:
         self._take(session_id)
+
+    def _pays(self, state: _Session, match: Match, request: LiveRequest, position: int) -> int:
+        """How many of the match's tokens are worth verifying when the sequence is `position` tokens long."""
+        longest = self._until_stop(match.token_ids, request.spec.sampling)
+        cost = ProposalCost.of(self._row_cost, len(self._active))
+        return state.lengths[self._kind(match.length)].choose(position, longest, cost)
 
     def _until_stop(self, token_ids: tuple[int, ...], sampling: SamplingParams) -> int:
         for count, token in enumerate(token_ids, start=1):

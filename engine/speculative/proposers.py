@@ -33,6 +33,9 @@ class Proposer(Protocol):
     def propose(self, request: LiveRequest, limit: int) -> Proposal:
         """At most `limit` tokens to follow `request.tokens`, of which exactly one is not computed yet."""
 
+    def may_propose(self, request: LiveRequest) -> bool:
+        """Whether tokens may be proposed after the next one, which is not known yet."""
+
     def observe(self, request: LiveRequest, proposed: int, accepted: int) -> None:
         """The last proposal was verified; `request.tokens` already holds what was accepted."""
 
@@ -56,6 +59,9 @@ class NoProposer:
 
     def propose(self, request: LiveRequest, limit: int) -> Proposal:  # noqa: ARG002
         return NOTHING
+
+    def may_propose(self, request: LiveRequest) -> bool:  # noqa: ARG002
+        return False
 
     def observe(self, request: LiveRequest, proposed: int, accepted: int) -> None: ...
 
@@ -89,6 +95,9 @@ class DraftModelProposer:
         cost = ProposalCost.of(self._row_cost, len(self._active), self._draft_cost)
         length = self._active[request.request_id]
         return Proposal(model_count=length.choose(len(request.tokens), longest, cost))
+
+    def may_propose(self, request: LiveRequest) -> bool:  # noqa: ARG002
+        return True
 
     def observe(self, request: LiveRequest, proposed: int, accepted: int) -> None:
         self._active[request.request_id].observe(proposed, accepted, len(request.tokens))

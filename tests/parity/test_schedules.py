@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 
+from engine.batch import ScheduledBatch
 from engine.models.loader import LoadedModel
 from tests.parity.place import load_here
 from tests.parity.schedules import LONGEST, POOLS, Finished, Schedule
@@ -148,6 +149,14 @@ def test_the_schedules_cover_what_they_should() -> None:
     assert sum(schedule.aborted for schedule in schedules) >= 20
     assert sum(schedule.rewound for schedule in schedules) >= 20
     assert sum(len(schedule.finished) for schedule in schedules) >= 350
+    beside = [batch for schedule in schedules for batch in schedule.driver.batches if _mixes(batch)]
+    assert len(beside) >= 10, "drafts beside tokens that are pending"
+
+
+def _mixes(batch: ScheduledBatch) -> bool:
+    return any(item.num_drafts for item in batch.items) and any(
+        item.pending_from is not None for item in batch.items
+    )
 
 
 def null_driver(page_size: int, **limits: Any) -> Driver:

@@ -23,6 +23,9 @@ class Listener:
 
     def begin(self, request: LiveRequest) -> None: ...
 
+    def may_propose(self, request: LiveRequest) -> bool:  # noqa: ARG002
+        return True
+
     def observe(self, request: LiveRequest, proposed: int, accepted: int) -> None: ...
 
     def commit(self, request: LiveRequest) -> None: ...

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from engine.api import FinishReason, LogprobParams, StepFailed
-from engine.batch import PENDING, ScheduledBatch
+from engine.batch import PENDING, BatchItem, ScheduledBatch
+from engine.request import LiveRequest
+from engine.speculative.proposers import NOTHING, Proposal
 from tests.unit.engine.driver import Driver, Talk, greedy, request, slot_kv
+from tests.unit.engine.fault_rig import Guesser
 
 
 def ahead(**options: Any) -> Driver:
@@ -157,12 +160,89 @@ def test_requests_that_need_each_token_wait_for_it(options: dict[str, Any]) -> N
     assert driver.outcomes["r"].token_ids == driver.oracle([1, 2, 3, 4, 5], 6)
 
 
-def test_speculation_does_not_run_ahead() -> None:
-    driver = ahead(speculation="ngram", vocab=3)
-    driver.add(request("r", [1, 2, 1, 2, 1], 12))
+def items_of(driver: Driver, request_id: str) -> list[BatchItem | None]:
+    """The request's item in each batch."""
+    return [
+        next((item for item in batch.items if item.request_id == request_id), None)
+        for batch in driver.batches
+    ]
+
+
+def test_text_without_repetitions_runs_ahead_though_repetitions_would_be_drafted() -> None:
+    driver = ahead(speculation="ngram", chunk_size=4)
+    prompt = list(range(20, 32))
+    driver.add(request("r", prompt, 12))
     driver.run()
-    assert any(item.num_drafts for batch in driver.batches for item in batch.items)
-    assert driver.outcomes["r"].token_ids == driver.oracle([1, 2, 1, 2, 1], 12)
+    first, second, third, *decodes = items_of(driver, "r")
+    assert [item.start for item in (first, second, third) if item is not None] == [0, 4, 8]
+    assert len(decodes) == 11, "no step was skipped"
+    assert all(item is not None and item.pending_from == 0 for item in decodes)
+    assert driver.outcomes["r"].token_ids == driver.oracle(prompt, 12)
+
+
+def test_a_step_with_drafts_is_awaited() -> None:
+    driver = ahead(speculation="ngram", vocab=3)
+    driver.add(request("r", [1, 2, 1, 2, 1], 24))
+    driver.run()
+    items = items_of(driver, "r")
+    drafted = [place for place, item in enumerate(items) if item is not None and item.num_drafts]
+    assert drafted
+    assert driver.counters.accepted_draft_tokens > 0
+    for place in drafted:
+        item = items[place]
+        assert item is not None
+        assert item.pending_from is None
+        following = next((item for item in items[place + 1 :] if item is not None), None)
+        assert following is None or following.pending_from is None
+    assert driver.outcomes["r"].token_ids == driver.oracle([1, 2, 1, 2, 1], 24)
+    driver.assert_empty()
+
+
+def test_the_last_step_with_drafts_is_awaited_too() -> None:
+    """One draft fits before the end. If it is wrong, another step is needed, which its picks alone can begin."""
+    driver = ahead(guesser=Guesser(0, 3))
+    driver.add(request("r", [1, 2, 3], 7))
+    driver.run()
+    drafts = [item.num_drafts for item in items_of(driver, "r") if item is not None]
+    assert drafts == [0, 3, 3, 3, 2, 1, 0]
+    assert all(item.pending_from is None for item in items_of(driver, "r") if item is not None)
+    assert driver.outcomes["r"].token_ids == driver.oracle([1, 2, 3], 7)
+
+
+class OneGuessed(Guesser):
+    """Proposes for one request alone."""
+
+    def propose(self, request: LiveRequest, limit: int) -> Proposal:
+        return super().propose(request, limit) if self.may_propose(request) else NOTHING
+
+    def may_propose(self, request: LiveRequest) -> bool:
+        return request.request_id == "guessed"
+
+
+def test_a_request_runs_ahead_beside_one_with_drafts() -> None:
+    """Its pending token is found in the rows of a step in which the other has several."""
+    driver = ahead(guesser=OneGuessed(2, 1))
+    driver.add(request("guessed", [1, 2, 3], 24))
+    driver.add(request("plain", [4, 5, 6], 24))
+    driver.run()
+    guessed, plain = items_of(driver, "guessed"), items_of(driver, "plain")
+    after = [place + 1 for place, item in enumerate(guessed) if item is not None and item.num_drafts == 3]
+    assert len(after) > 4
+    assert all(guessed[place] is None for place in after)
+    ahead_of = [item for place in after if (item := plain[place]) is not None]
+    assert len(ahead_of) == len(after)
+    assert all(item.pending_from is not None for item in ahead_of)
+    for name, prompt in (("guessed", [1, 2, 3]), ("plain", [4, 5, 6])):
+        assert driver.outcomes[name].token_ids == driver.oracle(prompt, 24)
+    driver.assert_empty()
+
+
+def test_a_draft_model_does_not_run_ahead() -> None:
+    driver = ahead(speculation="draft", chunk_size=4)
+    driver.add(request("r", list(range(20, 32)), 12))
+    driver.run()
+    assert all(item.pending_from is None for batch in driver.batches for item in batch.items)
+    assert driver.outcomes["r"].token_ids == driver.oracle(list(range(20, 32)), 12)
 
 
 def test_a_failed_step_fails_also_what_was_launched_after_it() -> None:
