@@ -142,9 +142,7 @@ def build_runner(
     if draft is not None:
         draft_bytes = draft.layout.page_bytes(draft.layout.num_layers, cache.page_size, draft.dtype)
     pool = make_kv_pool(loaded.layout, cache, loaded.dtype, loaded.device, draft_bytes, room_bytes)
-    attention = choose_attention(
-        execution.attention, pool, loaded.device, deterministic=loaded.deterministic is not None
-    )
+    attention = attention_of(loaded, pool, execution)
     blocks = _pinned_blocks(cache.host_size_bytes // ranks.size, loaded.device) if on_gpu else None
     careful = careful_runner(loaded, pool, attention, draft, execution, open_disk(cache), blocks)
     if not on_gpu:
@@ -176,6 +174,14 @@ def steps_beyond_graphs(limits: StepLimits, execution: ExecutionSettings) -> lis
     return list(dict.fromkeys(steps))
 
 
+def attention_of(loaded: LoadedModel, pool: KVPool, execution: ExecutionSettings) -> AttentionChoice:
+    """The backend for the model's layers over a pool that nothing has been written to yet."""
+    deterministic = loaded.deterministic is not None
+    return choose_attention(
+        execution.attention, pool, loaded.device, sinks=loaded.sinks, deterministic=deterministic
+    )
+
+
 def careful_runner(
     loaded: LoadedModel,
     pool: KVPool,
@@ -192,7 +198,7 @@ def careful_runner(
         drafter = DraftModel(
             draft.model,
             draft_pool,
-            choose_attention(execution.attention, draft_pool, draft.device).items,
+            attention_of(draft, draft_pool, execution).items,
             draft.vocab_size,
             draft.max_context_len,
         )
@@ -301,7 +307,7 @@ def _room_bytes(
         return 0
     trial = replace(cache, num_pages=PROFILE_PAGES, window_ratio=1.0)
     pool = make_kv_pool(loaded.layout, trial, loaded.dtype, loaded.device)
-    attention = choose_attention(execution.attention, pool, loaded.device)
+    attention = attention_of(loaded, pool, execution)
     careful = careful_runner(loaded, pool, attention, None, execution)
     graphs = make_graphs(loaded.device, wanted=False)
     runner = device_runner(loaded, careful, pool, attention, limits, graphs, execution, ranks)

@@ -46,6 +46,7 @@ class Bridged:
     layout: KVLayout
     vocab_size: int
     max_context_len: int
+    sinks: bool
 
 
 class PagedAttention:
@@ -167,7 +168,7 @@ def load_bridge(
         bridged = BridgedModel(model, attention)
         check_agreement(model, bridged, probed.layout, expected)
     text = model.config.get_text_config()
-    return Bridged(bridged, probed.layout, int(text.vocab_size), context_limit(text))
+    return Bridged(bridged, probed.layout, int(text.vocab_size), context_limit(text), probed.sinks)
 
 
 def read_config(directory: Path) -> Any:

@@ -57,10 +57,12 @@ class _Strange(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ProbedModel:
-    """`places` maps a layer's number in transformers to its place in `layout`."""
+    """`places` maps a layer's number in transformers to its place in `layout`. `sinks`: some layer has attention
+    sinks."""
 
     layout: KVLayout
     places: dict[int, int]
+    sinks: bool
 
 
 @dataclass(slots=True)
@@ -76,6 +78,7 @@ class _Recorder:
     """Stands in for attention and notes what it is asked for. Returns zeros."""
 
     context_len: int
+    sinks: bool = False
     layers: list[_Layer] = field(default_factory=list)
     verdicts: list[int] = field(default_factory=list)
 
@@ -99,6 +102,7 @@ class _Recorder:
         causal = kwargs.get("is_causal")
         if attention_mask is None and not (getattr(module, "is_causal", True) if causal is None else causal):
             raise _Strange(f"layer {number} is not causal")
+        self.sinks = self.sinks or kwargs.get("s_aux") is not None
         window = self._window(number, attention_mask, kwargs.get("sliding_window"))
         self.layers.append(_Layer(number, key.shape[1], max(key.shape[3], value.shape[3]), window))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
@@ -175,7 +179,7 @@ def probe(model: Any) -> ProbedModel:
         max(layer.head_dim for layer in layers),
         tuple(layer.window for layer in layers),
     )
-    return ProbedModel(layout, {layer.number: place for place, layer in enumerate(layers)})
+    return ProbedModel(layout, {layer.number: place for place, layer in enumerate(layers)}, recorder.sinks)
 
 
 def context_limit(config: Any) -> int:

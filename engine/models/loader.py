@@ -37,8 +37,8 @@ class LoadedModel:
     """`layout` and `dtype` say what KV the model keeps; `dtype` is also that of activations. A `native` model's passes
     never need the host, so CUDA graphs of them can be captured. `about` says what its products run on, and why, where
     there was a choice. `fingerprint` is that of configuration and weights of the whole model; `weights_dtype` is how
-    they are held here. If the model was loaded to be `deterministic`, that is the build of the kernels whose order of
-    sums it has."""
+    they are held here. `sinks`: some of its layers have attention sinks. If the model was loaded to be `deterministic`,
+    that is the build of the kernels whose order of sums it has."""
 
     model: CausalModel
     layout: KVLayout
@@ -50,6 +50,7 @@ class LoadedModel:
     native: bool
     fingerprint: str
     weights_dtype: torch.dtype
+    sinks: bool = False
     deterministic: str | None = None
     about: Mapping[str, str] = field(default_factory=dict)
 
@@ -165,6 +166,7 @@ def _load_bridged(
         native=False,
         fingerprint=_fingerprint(directory, settings, device),
         weights_dtype=dtype,
+        sinks=bridged.sinks,
     )
 
 

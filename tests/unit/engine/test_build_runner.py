@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine import build_runner as composition
 from engine.api import SamplingParams
-from engine.attention.choose import choose_attention
+from engine.attention.choose import AttentionChoice, choose_attention
 from engine.attention.interface import AttentionUnavailable
 from engine.batch import BatchItem, SampleSpec, ScheduledBatch
 from engine.build_runner import (
@@ -110,6 +110,22 @@ def test_a_runner_s_memory_goes_with_its_last_reference(loaded: LoadedModel) -> 
         assert pool() is None
     finally:
         gc.enable()
+
+
+def test_the_backend_is_chosen_for_what_the_layers_ask(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend that takes no sinks would fail at the first step. The draft model's layers have their own."""
+    asked: list[bool] = []
+
+    def choose(*args: Any, sinks: bool, **options: Any) -> AttentionChoice:
+        asked.append(sinks)
+        return choose_attention(*args, sinks=sinks, **options)
+
+    monkeypatch.setattr(composition, "choose_attention", choose)
+    for sinks in (False, True):
+        build_runner(replace(loaded, sinks=sinks), CacheSettings(4, 4), loaded, num_drafts=2).close()
+    assert asked == [False, False, True, False]
 
 
 def test_what_cannot_run_is_refused(loaded: LoadedModel) -> None:
