@@ -38,13 +38,12 @@ SIZES = {
 SMALL_HEADS = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 WIDE_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 72}
 
-MODELS = {
-    "small": lambda: transformers.MistralConfig(**SIZES, **SMALL_HEADS, sliding_window=None),
-    "windowed": lambda: transformers.MistralConfig(**SIZES, **SMALL_HEADS, sliding_window=29),
-    "wide": lambda: transformers.Qwen3Config(**SIZES, **WIDE_HEADS),
+MODELS: dict[str, tuple[Any, DTypeName]] = {
+    "small": (transformers.MistralConfig(**SIZES, **SMALL_HEADS, sliding_window=None), "bfloat16"),
+    "windowed": (transformers.MistralConfig(**SIZES, **SMALL_HEADS, sliding_window=29), "float32"),
+    "wide": (transformers.Qwen3Config(**SIZES, **WIDE_HEADS), "float16"),
 }
-DTYPES: tuple[DTypeName, ...] = ("float32", "bfloat16", "float16")
-"""Of the weights: the kernels have a way for each."""
+"""Configurations, and the dtype of their weights: the kernels have a way for each."""
 
 CELLS = [
     Cell(speculation, page_size, chunked, retracting, seed, VOCAB)
@@ -62,11 +61,12 @@ class Models:
     alone: LoadedModel
 
 
-@pytest.fixture(scope="module", params=product(MODELS, DTYPES), ids="-".join)
+@pytest.fixture(scope="module", params=MODELS)
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
-    name, dtype = request.param
+    name: str = request.param
+    config, dtype = MODELS[name]
     torch.manual_seed(5)
-    model: Any = transformers.AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.float32)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for each, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in each else 0.0, 0.25)
