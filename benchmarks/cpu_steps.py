@@ -181,10 +181,17 @@ def print_table(rows: list[dict[str, Any]], variant: str) -> None:
     Console(width=180).print(table)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--round-s", type=float, default=0.5, help="of each way and case in a round")
+def compare(
+    what: str | None,
+    measure: Callable[[Model, str, int, float], list[dict[str, Any]]],
+    print_table: Callable[[list[dict[str, Any]], str], None],
+    rounds: int,
+    round_s: float,
+) -> None:
+    """The command line of a script that measures both models with each kind of weights. `what` is its docstring."""
+    parser = argparse.ArgumentParser(description=(what or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--round-s", type=float, default=round_s, help="of each way and step in a round")
     parser.add_argument("--model", choices=["5 M", "505 M"], action="append", help="both if left out")
     parser.add_argument("--threads", type=int, help="for both models, in place of 1 and 2")
     parser.add_argument("--json", type=Path)
@@ -207,4 +214,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    compare(__doc__, measure, print_table, rounds=7, round_s=0.5)

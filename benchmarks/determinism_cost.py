@@ -8,26 +8,20 @@ without over the time with.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from cpu_steps import Model, load, median_s
-from engine_decode import EMBEDDED, PAGE_SIZE
-from measure import OtherProcesses, machine
+from cpu_steps import Model, compare, load, median_s
+from engine_decode import PAGE_SIZE
+from measure import OtherProcesses
 from rich.console import Console
 from rich.table import Table
-from weight_bandwidth import MODEL, VARIANTS
 
 from engine.api import SamplingParams
 from engine.batch import BatchItem, SampleSpec, ScheduledBatch
-from engine.cpu.library import NoKernels, find_kernels
 from engine.runner.torch_runner import TorchRunner
 
 NUM_PAGES = 1920
@@ -101,28 +95,5 @@ def print_table(rows: list[dict[str, Any]], kernels: str) -> None:
     Console(width=160).print(table)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--round-s", type=float, default=0.3, help="of each way and step in a round")
-    parser.add_argument("--model", choices=["5 M", "505 M"], action="append", help="both if left out")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    kernels = find_kernels()
-    if isinstance(kernels, NoKernels):
-        raise SystemExit(f"nothing to compare: {kernels.reason}")
-    small = json.loads((EMBEDDED / "config.json").read_text())
-    rows = []
-    for model in (Model("5 M", small, 1), Model("505 M", MODEL, 2)):
-        if args.model is None or model.name in args.model:
-            torch.set_num_threads(model.threads)
-            for variant in VARIANTS:
-                rows += measure(model, variant, args.rounds, args.round_s)
-    print_table(rows, kernels.variant)
-    if args.json is not None:
-        result = {"machine": machine(), "kernels": kernels.variant, "rows": rows}
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    compare(__doc__, measure, print_table, rounds=5, round_s=0.3)
