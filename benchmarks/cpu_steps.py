@@ -34,7 +34,7 @@ from engine.build_runner import build_runner
 from engine.cpu.library import NoKernels, find_kernels
 from engine.models.config import parse_spec
 from engine.models.linear import linear_factory
-from engine.models.loader import load_model
+from engine.models.loader import LoadedModel, load_model
 from engine.models.weights import tensor_shapes
 from engine.runner.torch_runner import TorchRunner
 from engine.settings import CacheSettings, ExecutionSettings, ModelSettings
@@ -87,12 +87,8 @@ CASES = [
 ]
 
 
-def load(
-    model: Model, variant: str, way: str, num_pages: int = NUM_PAGES, deterministic: bool = False
-) -> tuple[TorchRunner, float]:
-    """Returns the runner and the seconds that loading took."""
+def load(model: Model, variant: str, way: str, *, deterministic: bool = False) -> LoadedModel:
     checkpoint, dtype, _ = VARIANTS[variant]
-    begun_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model.config | {"dtype": checkpoint}))
         settings = ModelSettings(
@@ -100,19 +96,26 @@ def load(
         )
         weights = torch.float32 if dtype == "float32" else torch.bfloat16
         plain = linear_factory(torch.device("cpu"), weights, torch.float32) if way == "torch" else None
-        loaded = load_model(settings, plain, deterministic=deterministic)
+        return load_model(settings, plain, deterministic=deterministic)
+
+
+def runner_of(loaded: LoadedModel, way: str, num_pages: int = NUM_PAGES) -> TorchRunner:
     execution = ExecutionSettings(attention="torch" if way == "torch" else "cpu")
     runner = build_runner(loaded, CacheSettings(PAGE_SIZE, num_pages), execution=execution)
     assert isinstance(runner, TorchRunner)
     runner._pool.full.kv_L2KSD.zero_()
-    return runner, time.perf_counter() - begun_s
+    return runner
 
 
 def measure(model: Model, variant: str, rounds: int, round_s: float) -> list[dict[str, Any]]:
     """A row for each case: medians over rounds, and the best of them."""
-    loaded = {way: load(model, variant, way) for way in WAYS}
+    runners, load_s = dict[str, TorchRunner](), dict[str, float]()
+    for way in WAYS:
+        begun_s = time.perf_counter()
+        runners[way] = runner_of(load(model, variant, way), way)
+        load_s[way] = time.perf_counter() - begun_s
     read_bytes = model.parameters * VARIANTS[variant][2]
-    calls = {(case, way): case.call(loaded[way][0]) for case in CASES for way in WAYS}
+    calls = {(case, way): case.call(runners[way]) for case in CASES for way in WAYS}
     times_s: dict[tuple[Case, str], list[float]] = {key: [] for key in calls}
     floors_s: list[float] = []
     others = OtherProcesses()
@@ -139,7 +142,7 @@ def measure(model: Model, variant: str, rounds: int, round_s: float) -> list[dic
                 **{f"{way}_best_tokens_per_s": tokens / min(times_s[case, way]) for way in WAYS},
                 "times_as_fast": step_s["torch"] / step_s["compiled"],
                 "floor_s": statistics.median(floors_s) if case.what == "decode" else None,
-                **{f"{way}_load_s": loaded[way][1] for way in WAYS},
+                **{f"{way}_load_s": load_s[way] for way in WAYS},
                 "other_processes_cores": others.cores(),
                 "rounds": {way: times_s[case, way] for way in WAYS},
                 "floors_s": floors_s,

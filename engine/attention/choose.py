@@ -38,7 +38,7 @@ class AttentionChoice:
 class _Place:
     pool: KVPool
     device: torch.device
-    sinks: bool
+    sinks: int
     deterministic: bool
 
 
@@ -47,14 +47,14 @@ def choose_attention(
     pool: KVPool,
     device: torch.device,
     *,
-    sinks: bool = False,
+    sinks: int = 0,
     deterministic: bool = False,
 ) -> AttentionChoice:
     """The backend `name` over a pool that nothing has been written to yet; auto is the first that can run.
 
-    `sinks` says that the model has layers with attention sinks. With `deterministic` only a backend will do whose
-    results do not depend on what else a step holds. Raises AttentionUnavailable with the reasons if the backend, or
-    with auto every backend, cannot run.
+    `sinks` is the number of heads with attention sinks in the model's layers, 0 if there are none. With `deterministic`
+    only a backend will do whose results do not depend on what else a step holds. Raises AttentionUnavailable with the
+    reasons if the backend, or with auto every backend, cannot run.
     """
     place = _Place(pool, device, sinks, deterministic)
     if name != "auto":

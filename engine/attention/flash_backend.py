@@ -94,14 +94,14 @@ class FlashAttention:
     """A TableAttention. Zeroes the pools, so nothing may have been written to them. Without a writer, torch's operators
     write.
 
-    Raises AttentionUnavailable if the function cannot read such pools, or if the model has attention sinks (`sinks`)
-    and the function does not take them.
+    Raises AttentionUnavailable if the function cannot read such pools, or does not take attention sinks of as many
+    heads as the model's layers have (`sinks`).
     """
 
     name = "flash"
 
     def __init__(
-        self, pool: KVPool, flash: FlashFunction, sinks: bool = False, write: KVWriter | None = None
+        self, pool: KVPool, flash: FlashFunction, sinks: int = 0, write: KVWriter | None = None
     ) -> None:
         kv, size = pool.full.kv_L2KSD, pool.page_size
         dim = kv.shape[-1]
@@ -115,6 +115,10 @@ class FlashAttention:
             )
         if sinks and not flash.takes_sinks:
             raise AttentionUnavailable(self.name, _no_sinks(flash))
+        if sinks > MAX_SINK_HEADS:
+            raise AttentionUnavailable(
+                self.name, f"it has sinks for up to {MAX_SINK_HEADS} heads, not {sinks}"
+            )
         self._flash = flash
         self._page_size = size
         self._write = write
@@ -248,12 +252,6 @@ class _FlashStep:
     def _sinks(self, sinks_H: Tensor | None) -> dict[str, Tensor]:
         if sinks_H is None:
             return {}
-        if not self._flash.takes_sinks:
-            raise AttentionUnavailable("flash", _no_sinks(self._flash))
-        if len(sinks_H) > MAX_SINK_HEADS:
-            raise AttentionUnavailable(
-                "flash", f"it has sinks for up to {MAX_SINK_HEADS} heads, not {len(sinks_H)}"
-            )
         return {"s_aux": sinks_H.to(torch.bfloat16).contiguous()}
 
 

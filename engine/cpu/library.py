@@ -156,10 +156,17 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernels:
-    """One build, for a CPU like this machine's. Calls of `c` release the GIL."""
+    """One build, for a CPU like this machine's. `sources` is the digest of what it was built from. Calls of `c` release
+    the GIL."""
 
     variant: str
+    sources: str
     c: ctypes.CDLL
+
+    @property
+    def build(self) -> str:
+        """Builds of the same name sum in the same order, but for the compiler."""
+        return f"{self.variant} {self.sources}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +196,7 @@ def find_kernels(folder: Path = FOLDER, variants: Sequence[str] = VARIANTS) -> K
             reasons.append(f"{path.name} was built from other sources: install the project again")
             continue
         _declare(c)
-        return Kernels(variant, c)
+        return Kernels(variant, found, c)
     return NoKernels("; ".join(reasons) or "no kernels were compiled for this processor (docs/operations.md)")
 
 

@@ -38,7 +38,7 @@ class WholeSteps:
 
     def __init__(self, decoder: Decoder, workers: Workers) -> None:
         spec, c = decoder.spec, workers.kernels.c
-        self.variant = workers.kernels.variant
+        self.kernels = workers.kernels
         self._decoder = decoder
         self._workers = workers
         self._vocab_size = spec.vocab_size

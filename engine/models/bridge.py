@@ -46,7 +46,7 @@ class Bridged:
     layout: KVLayout
     vocab_size: int
     max_context_len: int
-    sinks: bool
+    sinks: int
 
 
 class PagedAttention:

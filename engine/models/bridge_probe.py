@@ -57,12 +57,12 @@ class _Strange(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ProbedModel:
-    """`places` maps a layer's number in transformers to its place in `layout`. `sinks`: some layer has attention
-    sinks."""
+    """`places` maps a layer's number in transformers to its place in `layout`. `sinks` is the most
+    heads with attention sinks of a layer, 0 without any."""
 
     layout: KVLayout
     places: dict[int, int]
-    sinks: bool
+    sinks: int
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class _Recorder:
     """Stands in for attention and notes what it is asked for. Returns zeros."""
 
     context_len: int
-    sinks: bool = False
+    sinks: int = 0
     layers: list[_Layer] = field(default_factory=list)
     verdicts: list[int] = field(default_factory=list)
 
@@ -102,7 +102,8 @@ class _Recorder:
         causal = kwargs.get("is_causal")
         if attention_mask is None and not (getattr(module, "is_causal", True) if causal is None else causal):
             raise _Strange(f"layer {number} is not causal")
-        self.sinks = self.sinks or kwargs.get("s_aux") is not None
+        if (sinks_H := kwargs.get("s_aux")) is not None:
+            self.sinks = max(self.sinks, len(sinks_H))
         window = self._window(number, attention_mask, kwargs.get("sliding_window"))
         self.layers.append(_Layer(number, key.shape[1], max(key.shape[3], value.shape[3]), window))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None

@@ -163,7 +163,7 @@ def choose_linears(
     """auto is the quickest kind for the device and dtypes, torch is torch's own. With `deterministic` a row's results
     do not depend on the number of rows; raises UnsupportedModel where there is no such kind."""
     if deterministic:
-        return _in_one_order(name, device, activations)
+        return _packed_exactly(name, device, activations)
     own = PlainLinear if weights == activations else CastingLinear
     if name == "torch":
         return FixedLinears(own, _torch("it was asked for"))
@@ -194,7 +194,7 @@ def _on_cpu(device: torch.device, weights: torch.dtype, activations: torch.dtype
     return PackedLinears(workers, rounds=weights == torch.bfloat16)
 
 
-def _in_one_order(name: LinearName, device: torch.device, activations: torch.dtype) -> Linears:
+def _packed_exactly(name: LinearName, device: torch.device, activations: torch.dtype) -> Linears:
     """The compiled kernels: they sum in the order of inputs. Rows are not rounded, since few of them would not be."""
     if name == "torch":
         raise UnsupportedModel("execution.deterministic: torch's products depend on the number of rows")

@@ -37,8 +37,8 @@ class LoadedModel:
     """`layout` and `dtype` say what KV the model keeps; `dtype` is also that of activations. A `native` model's passes
     never need the host, so CUDA graphs of them can be captured. `about` says what its products run on, and why, where
     there was a choice. `fingerprint` is that of configuration and weights of the whole model; `weights_dtype` is how
-    they are held here. `sinks`: some of its layers have attention sinks. If the model was loaded to be `deterministic`,
-    that is the build of the kernels whose order of sums it has."""
+    they are held here. `sinks` is the most heads with attention sinks of a layer. If the model was loaded to be
+    `deterministic`, that is the build of the kernels whose order of sums it has."""
 
     model: CausalModel
     layout: KVLayout
@@ -50,7 +50,7 @@ class LoadedModel:
     native: bool
     fingerprint: str
     weights_dtype: torch.dtype
-    sinks: bool = False
+    sinks: int = 0
     deterministic: str | None = None
     about: Mapping[str, str] = field(default_factory=dict)
 
@@ -87,20 +87,21 @@ def load_model(
         return _load_bridged(directory, config, settings, device, refusal)
     choose: LinearsFor = partial(choose_linears, linear, deterministic=deterministic)
     if make_linear is not None:
+        assert not deterministic, "what is given may sum in any order"
         given = make_linear if isinstance(make_linear, Linears) else FixedLinears(make_linear, {})
         choose = partial(_given, given)
     loaded = _load_native(directory, spec, settings, device, choose, ops or TorchOps(), ranks)
-    return _in_fixed_order(loaded) if deterministic else loaded
+    return _checked_deterministic(loaded) if deterministic else loaded
 
 
 def _given(linears: Linears, *_: object) -> Linears:
     return linears
 
 
-def _in_fixed_order(loaded: LoadedModel) -> LoadedModel:
+def _checked_deterministic(loaded: LoadedModel) -> LoadedModel:
     if not isinstance(loaded.model, WholeSteps):
         raise UnsupportedModel("execution.deterministic: the compiled kernels cannot run this model's steps")
-    return replace(loaded, deterministic=loaded.model.variant)
+    return replace(loaded, deterministic=loaded.model.kernels.build)
 
 
 def _load_native(

@@ -82,7 +82,8 @@ class NgramProposer:
         return Proposal(match.token_ids[: self._pays(state, match, request, len(request.tokens))])
 
     def may_propose(self, request: LiveRequest) -> bool:
-        """True while the known tokens are a repetition: it may go on."""
+        """True while the known tokens are a repetition: it may go on. A rewound sequence's pause is made shorter by
+        asking, as by proposing."""
         state = self._catch_up(request)
         match = state.index.propose(self._max_draft_tokens)
         return match is not None and self._pays(state, match, request, request.total_len) > 0

@@ -36,27 +36,13 @@ class Sampled:
         self._seed = seed
         self.tokens = list(history)
         self.chosen: dict[int, float] = {}
+        self.answer_at = 0
         self.session_id = name or Conversation.open(client).session_id
 
     def turn(self, new: list[int], count: int) -> None:
-        sampling = {
-            "max_new_tokens": count,
-            "temperature": 1,
-            "sampling_seed": self._seed,
-            "ignore_eos": True,
-        }
-        reply = self._client.post(
-            "/generate",
-            json={
-                "input_ids": new,
-                "sampling_params": sampling,
-                "session_params": {"id": self.session_id},
-                "return_logprob": True,
-            },
-        )
-        assert reply.status_code == 200, reply.text
-        output, scored = reply.json()["output_ids"], reply.json()["meta_info"]["output_token_logprobs"]
+        output, scored = self._sample(new, count, session_params={"id": self.session_id})
         self.tokens += new
+        self.answer_at = len(self.tokens)
         assert [token for _, token, _ in scored] == output
         self.chosen |= {at: entry[0] for at, entry in enumerate(scored, len(self.tokens))}
         self.tokens += output
@@ -67,13 +53,29 @@ class Sampled:
         return Sampled(self._client, seed, tuple(self.tokens), reply.json()["session_id"])
 
     def check(self) -> None:
-        """By one request with the whole history, whose every token is scored."""
+        """By one request with the whole history, whose every token is scored, and one that gives the last answer
+        again."""
         asked = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 1}}
         reply = self._client.post("/generate", json={"input_ids": self.tokens, **asked})
         assert reply.status_code == 200, reply.text
         scored = reply.json()["meta_info"]["input_token_logprobs"]
         assert self.chosen
         assert {at: scored[at][0] for at in self.chosen} == self.chosen
+        before, answer = self.tokens[: self.answer_at], self.tokens[self.answer_at :]
+        assert self._sample(before, len(answer))[0] == answer
+
+    def _sample(self, tokens: list[int], count: int, **fields: Any) -> tuple[list[int], list[Any]]:
+        """The tokens that are picked, and their log-probabilities as the API has them."""
+        sampling = {
+            "max_new_tokens": count,
+            "temperature": 1,
+            "sampling_seed": self._seed,
+            "ignore_eos": True,
+        }
+        body = {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True, **fields}
+        reply = self._client.post("/generate", json=body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["output_ids"], reply.json()["meta_info"]["output_token_logprobs"]
 
 
 def talk(cluster: ServedCluster, seed: int, goes_on: Callable[[], bool]) -> None:

@@ -19,7 +19,14 @@ from engine.api import GenerateRequest, LogprobParams, SamplingParams, TokenDelt
 from engine.build import assemble_engine
 from engine.build_runner import build_runner
 from engine.models.loader import LoadedModel, load_model
-from engine.settings import CacheSettings, DTypeName, ModelSettings, SchedulerSettings, SpeculationSettings
+from engine.settings import (
+    CacheSettings,
+    DTypeName,
+    ModelSettings,
+    SchedulerSettings,
+    SpeculationMethod,
+    SpeculationSettings,
+)
 from tests.parity.matrix_cell import CONTEXT, Cell, CellRun
 from tests.parity.schedules import Finished
 
@@ -45,39 +52,45 @@ MODELS: dict[str, tuple[Any, DTypeName]] = {
 }
 """Configurations, and the dtype of their weights: the kernels have a way for each."""
 
+SPECULATION: tuple[SpeculationMethod, ...] = ("off", "ngram", "draft")
 CELLS = [
     Cell(speculation, page_size, chunked, retracting, seed, VOCAB)
     for seed, (speculation, page_size, chunked, retracting) in enumerate(
-        product(("off", "ngram"), (1, 16, 256), (False, True), (False, True)), 500
+        product(SPECULATION, (1, 16, 256), (False, True), (False, True)), 500
     )
 ]
 
 
 @dataclass
 class Models:
-    """The model whose steps are mixed, and the same with more threads for single passes."""
+    """The model whose steps are mixed, the same with another number of threads for single passes, and one to draft."""
 
     mixed: LoadedModel
     alone: LoadedModel
+    draft: LoadedModel
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
-    name: str = request.param
-    config, dtype = MODELS[name]
+    directory, small = (saved(name, tmp_path_factory.mktemp(name)) for name in (request.param, "small"))
+    dtype = MODELS[request.param][1]
+    draft = load(small, "float32", 1, deterministic=False)
+    return Models(load(directory, dtype, 3), load(directory, dtype, 1), draft)
+
+
+def saved(name: str, directory: Path) -> Path:
     torch.manual_seed(5)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: Any = transformers.AutoModelForCausalLM.from_config(MODELS[name][0], dtype=torch.float32)
     with torch.no_grad():
         for each, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in each else 0.0, 0.25)
-    directory = tmp_path_factory.mktemp(name)
     model.save_pretrained(directory)
-    return Models(load(directory, dtype, threads=1), load(directory, dtype, threads=3))
+    return directory
 
 
-def load(directory: Path, dtype: DTypeName, threads: int) -> LoadedModel:
+def load(directory: Path, dtype: DTypeName, threads: int, *, deterministic: bool = True) -> LoadedModel:
     settings = ModelSettings(str(directory), dtype=dtype, device="cpu", num_threads=threads)
-    return load_model(settings, deterministic=True)
+    return load_model(settings, deterministic=deterministic)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +98,7 @@ def load(directory: Path, dtype: DTypeName, threads: int) -> LoadedModel:
     f"{'-chunked' * cell.chunked}{'-retracting' * cell.retracting}",
 )  # fmt: skip
 def test_what_ran_beside_a_request_changes_no_bit_of_it(models: Models, cell: Cell) -> None:
-    run = CellRun(cell, models.mixed, None)
+    run = CellRun(cell, models.mixed, models.draft if cell.speculation == "draft" else None)
     run.run()
     assert len(run.finished) >= 30
     for each in run.finished:

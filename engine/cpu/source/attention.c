@@ -213,6 +213,8 @@ static void attend_few(const Tile *tile, const Items *items, Heads heads, const 
     }
 }
 
+#if LANES > FEW_ROWS
+
 /* Rows are lanes: q_DR has lane r of each feature, and so have scores and sums. */
 typedef struct {
     float q[LARGEST_HEAD * LANES], out[LARGEST_HEAD * LANES], powers[KEYS * LANES];
@@ -310,15 +312,22 @@ static void attend_lanes(const Tile *tile, const Items *items, Heads heads, cons
     }
 }
 
+#endif
+
 void attend(const Tiling *tiling, const Items *items, Heads heads, const LayerKV *layer, const float *q, size_t q_stride,
             float *out, size_t out_stride, float *partials, Team *team) {
+#if LANES > FEW_ROWS
     Lanes lanes;
+#endif
     for (int64_t next = team_next(team); next < tiling->count; next = team_next(team)) {
         const Tile *tile = &tiling->tiles[next];
-        if (tile->rows <= FEW_ROWS)
-            attend_few(tile, items, heads, layer, q, q_stride, out, out_stride, partials);
-        else
+#if LANES > FEW_ROWS
+        if (tile->rows > FEW_ROWS) {
             attend_lanes(tile, items, heads, layer, q, q_stride, out, out_stride, &lanes);
+            continue;
+        }
+#endif
+        attend_few(tile, items, heads, layer, q, q_stride, out, out_stride, partials);
     }
     if (tiling->partial_floats == 0) return;
     team_meet(team);

@@ -8,6 +8,17 @@
 
 #include "team.h"
 
+/* Rows of a tile that are computed by keys; more are computed a lane each, where vectors are that wide. */
+#define FEW_ROWS 8
+
+static inline int32_t most(int32_t a, int32_t b) { return a > b ? a : b; }
+static inline int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
+
+/* The first key that a query at `position` sees. */
+static inline int first_key(int window, int position) {
+    return window > 0 && position >= window ? position - window + 1 : 0;
+}
+
 /* One request's share of a step: its last `queries` of `length` tokens are rows row .. row+queries-1. Token t lies in
    slot pages[t / page_size] * page_size + t % page_size; the tables' lengths are theirs, in pages. Structs of this file
    but Tile and Tiling are shared with engine/cpu/library.py. */

@@ -5,9 +5,6 @@
 
 #include "attention.h"
 
-/* Rows of a tile that are computed by keys; more are computed a lane each. */
-#define FEW_ROWS 8
-
 /* Keys whose scores are held at once. A block begins at a multiple of these. */
 #define KEYS 64
 
@@ -16,13 +13,6 @@ typedef struct {
     int token, count;
     size_t at[KEYS];
 } Block;
-
-static inline int32_t most(int32_t a, int32_t b) { return a > b ? a : b; }
-static inline int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
-
-static inline int first_key(int window, int position) {
-    return window > 0 && position >= window ? position - window + 1 : 0;
-}
 
 static inline const int32_t *pages_of(const Item *item, const LayerKV *layer) {
     return layer->in_window_pool ? item->window_pages : item->pages;

@@ -163,11 +163,11 @@ def test_fp8_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sinks_need_version_3(monkeypatch: pytest.MonkeyPatch) -> None:
     without_triton(monkeypatch)
     with_flash(monkeypatch, version=2)
-    choice = choose_attention("auto", pool(), GPU, sinks=True)
+    choice = choose_attention("auto", pool(), GPU, sinks=4)
     assert choice.name == "torch"
     assert "only version 3 takes" in choice.reason
     with_flash(monkeypatch, version=3)
-    assert choose_attention("auto", pool(), GPU, sinks=True).name == "flash"
+    assert choose_attention("auto", pool(), GPU, sinks=4).name == "flash"
 
 
 def test_choosing_for_a_cpu_imports_no_kernels() -> None:

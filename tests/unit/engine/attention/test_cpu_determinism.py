@@ -17,8 +17,8 @@ from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings
 from tests.unit.engine.cpu.builds import every_build, kernels_of
 
-LENGTHS = (230, 9, 70)
-"""Of sequences that are attended to together. The longest spans several blocks of keys."""
+LENGTHS = (600, 9, 70)
+"""Of sequences that are attended to together. The longest is so long that threads would share its keys."""
 
 
 class Sequences:

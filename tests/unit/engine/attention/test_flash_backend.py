@@ -147,19 +147,10 @@ def test_pools_that_it_cannot_read_are_refused(pool: KVPool, message: str) -> No
 def test_sinks_are_refused_where_the_function_has_none() -> None:
     for flash in (function("standalone"), function("in vllm", version=2)):
         with pytest.raises(AttentionUnavailable, match="only version 3 takes"):
-            FlashAttention(small_pool(), flash, sinks=True)
-        tables = AttentionTables(
-            torch.tensor([0, 1], dtype=torch.int32),
-            torch.ones(1, dtype=torch.int32),
-            (torch.zeros(1, 1, dtype=torch.int32),),
-            (torch.zeros(1, dtype=torch.int64),),
-            1,
-            1,
-        )
-        step = FlashAttention(small_pool(), flash).plan(tables)
-        traits = LayerTraits(1.0, sinks_H=torch.zeros(2))
-        with pytest.raises(AttentionUnavailable, match="only version 3 takes"):
-            step(0, torch.ones(1, 2, 64).bfloat16(), torch.ones(1, 2, 2, 64).bfloat16(), traits)
+            FlashAttention(small_pool(), flash, sinks=2)
+    FlashAttention(small_pool(), function("in vllm"), sinks=64)
+    with pytest.raises(AttentionUnavailable, match="up to 64 heads, not 65"):
+        FlashAttention(small_pool(), function("in vllm"), sinks=65)
 
 
 @pytest.mark.parametrize("missing", ["block_table", "softcap", "window_size"])

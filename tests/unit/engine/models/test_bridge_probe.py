@@ -103,10 +103,10 @@ def test_a_model_unknown_to_transformers(tmp_path: Path) -> None:
         load_model(ModelSettings(str(tmp_path), device="cpu"))
 
 
-def test_whether_layers_have_sinks_is_known(tmp_path: Path) -> None:
+def test_how_many_heads_have_sinks_is_known(tmp_path: Path) -> None:
     with_sinks = transformers.GptOssConfig(**SMALL, head_dim=16, num_local_experts=4, num_experts_per_tok=2)
-    assert load(with_sinks, tmp_path).sinks
-    assert not load(transformers.GPTNeoXConfig(**SMALL), tmp_path).sinks
+    assert load(with_sinks, tmp_path).sinks == with_sinks.num_attention_heads
+    assert load(transformers.GPTNeoXConfig(**SMALL), tmp_path).sinks == 0
 
 
 def test_a_bridged_model_is_not_deterministic(tmp_path: Path) -> None:

@@ -161,6 +161,21 @@ def test_token_logprobs_are_of_the_raw_distribution() -> None:
     assert token_logprobs(logits_RV, [4, 0], [99, 0])[0].top[-1][0] == int(logits_RV[0].argmin())
 
 
+def test_of_equally_likely_tokens_the_first_are_told_whatever_others_ask_for() -> None:
+    """Wide ties: many tokens of a vocabulary may have the same weights. Before, more entries for one row changed which
+    tokens another row was told."""
+    generator = torch.Generator().manual_seed(3)
+    logits_RV = torch.randint(-20, 4, (6, 5000), generator=generator).float()
+    logits_RV[5] = torch.tensor([-math.inf, 0.0]).repeat(2500)
+    for most in (5, 20, 200):
+        tokens = [0] * 6
+        for row, scored in enumerate(token_logprobs(logits_RV, tokens, [5, 4, 3, 2, 1, most])):
+            order = sorted(range(5000), key=lambda token: (-logits_RV[row, token].item(), token))
+            assert [token for token, _ in scored.top] == order[: len(scored.top)]
+            expected_V = logits_RV[row].log_softmax(0)
+            assert all(value == expected_V[token].item() for token, value in scored.top)
+
+
 def test_top_k_keeps_the_order_of_tokens_and_all_equals_of_the_last() -> None:
     """The kernel on a GPU does so as well, and either may sample a request from one step to the next."""
     logits = torch.tensor([1.0, 3.0, 2.0, 0.0, 2.0, 2.0])
