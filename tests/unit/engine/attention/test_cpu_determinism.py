@@ -37,12 +37,13 @@ class Sequences:
         return pool
 
     def alone(self, kernels: Kernels, traits: LayerTraits) -> list[Tensor]:
-        """Each sequence in one pass of its own, over one page."""
+        """Each sequence in one pass of its own, over pages that follow one another."""
         outputs = []
         for length, q_NHD, kv_N2KD in zip(LENGTHS, self.q, self.kv, strict=True):
-            backend = CpuAttention(self.pool(256, 1), kernels, deterministic=True)
+            backend = CpuAttention(self.pool(256, 3), kernels, deterministic=True)
             step = backend.begin(
-                [AttentionItem(length, length, np.zeros(1, np.int32), True)], torch.arange(length)[None]
+                [AttentionItem(length, length, np.arange(3, dtype=np.int32), True)],
+                torch.arange(length)[None],
             )
             outputs.append(step(0, q_NHD, kv_N2KD, traits))
         return outputs
