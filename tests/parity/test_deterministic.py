@@ -54,9 +54,9 @@ MODELS: dict[str, tuple[Any, DTypeName]] = {
 
 SPECULATION: tuple[SpeculationMethod, ...] = ("off", "ngram", "draft")
 CELLS = [
-    Cell(speculation, page_size, chunked, retracting, seed, VOCAB)
-    for seed, (speculation, page_size, chunked, retracting) in enumerate(
-        product(SPECULATION, (1, 16, 256), (False, True), (False, True)), 500
+    Cell(speculation, page_size, disturbed, disturbed, seed, VOCAB)
+    for seed, (speculation, page_size, disturbed) in enumerate(
+        product(SPECULATION, (1, 16, 256), (False, True)), 500
     )
 ]
 
