@@ -103,7 +103,7 @@ class ItemMaker:
     def _may_draft(self, request: LiveRequest) -> bool:
         """Whether the request's next decode may get proposals, by what is known so far. If not, and the pending token
         changes that, the proposals come a step later."""
-        return self._speculates and request.output_left > 1 and self._proposer.may_propose(request)
+        return request.output_left > 1 and self._proposer.may_propose(request)
 
     def _propose(self, request: LiveRequest, budget: int) -> Proposal:
         """Proposals for a decode, if there are free pages for them: nothing gives way to a guess. Constraints and rules
