@@ -40,6 +40,8 @@ class _Place:
     device: torch.device
     sinks: int
     deterministic: bool
+    searches: bool
+    """Whether the settings leave the choice to us."""
 
 
 def choose_attention(
@@ -56,7 +58,7 @@ def choose_attention(
     only a backend will do whose results do not depend on what else a step holds. Raises AttentionUnavailable with the
     reasons if the backend, or with auto every backend, cannot run.
     """
-    place = _Place(pool, device, sinks, deterministic)
+    place = _Place(pool, device, sinks, deterministic, name == "auto")
     if name != "auto":
         return _choice(name, "it was asked for", place)
     order = GPU_ORDER if device.type == "cuda" else CPU_ORDER
@@ -77,7 +79,11 @@ def _choice(name: str, reason: str, place: _Place) -> AttentionChoice:
         raise AttentionUnavailable(
             name, "its sums depend on what else a step holds (execution.deterministic)"
         )
-    tables = _MAKERS[name](place)
+    if name == "triton":
+        tables, prompts = _triton(place)
+        reason += f"; {prompts}" if prompts else ""
+    else:
+        tables = _MAKERS[name](place)
     if name == "torch":
         return AttentionChoice(name, reason, TorchAttention(place.pool), tables)
     return AttentionChoice(name, reason, ItemAttention(tables, place.device), tables)
@@ -109,13 +115,19 @@ def _flash(place: _Place) -> TableAttention:
     return FlashAttention(place.pool, flash, place.sinks, write_rows)
 
 
-def _triton(place: _Place) -> TableAttention:
+def _triton(place: _Place) -> tuple[TableAttention, str]:
+    """With what prompts are quickest on if the settings leave it to us, and a clause that says what that is."""
     trouble = triton_trouble(place.device)
     if trouble is not None:
         raise AttentionUnavailable("triton", trouble)
     from engine.attention.triton_backend import TritonAttention
 
-    return TritonAttention(place.pool)
+    if not place.searches:
+        return TritonAttention(place.pool), ""
+    from engine.attention.prompt_trial import try_prompts
+
+    prompts, reason = try_prompts(place.pool)
+    return TritonAttention(place.pool, prompts=prompts), reason
 
 
-_MAKERS: dict[str, Callable[[_Place], TableAttention]] = {"triton": _triton, "flash": _flash, "torch": _torch}
+_MAKERS: dict[str, Callable[[_Place], TableAttention]] = {"flash": _flash, "torch": _torch}

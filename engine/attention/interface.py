@@ -60,6 +60,14 @@ class LayerTraits:
         return self.softcap is None and self.sinks_H is None
 
 
+@dataclass(frozen=True, slots=True)
+class ItemLens:
+    """An item's new tokens, and all of its tokens including them."""
+
+    queries: int
+    keys: int
+
+
 class AttentionStep(Protocol):
     """The attention of one step. Called once per layer, in the order of layers."""
 
@@ -106,7 +114,8 @@ class AttentionTables:
     lies in slot `pages[b, t // page_size] * page_size + t % page_size` of each pool; the entry is -1 where a page has
     left the window or never was. Row n is written to `slots_PN[p][n]` of pool p, or nowhere if that is -1. Padding is
     items without queries at the end (kv_len 0), and rows past the last item, whose output is not read. The two lengths
-    are upper bounds known on the host.
+    are upper bounds known on the host. `lens` are the items' own lengths, where the host knows them: not in a step that
+    is captured for other contents.
     """
 
     query_starts_B1: Tensor
@@ -119,6 +128,7 @@ class AttentionTables:
     """By pool, int64 [N]"""
     max_query_len: int
     max_kv_len: int
+    lens: tuple[ItemLens, ...] | None = None
 
 
 class TableAttention(Protocol):

@@ -57,10 +57,21 @@ class PartCutter:
         self._tables = tables
 
     def cut(
-        self, rows: int, kv_heads: int, group: int, window: int | None, most_keys: int
+        self, rows: int, kv_heads: int, group: int, window: int | None, most_keys: int, *, few: bool = False
     ) -> Sequence[Parts]:
-        """`rows`: tokens of the step. `group`: query heads of a key head. `most_keys`: of the longest item."""
-        return [self._cut(each, kv_heads, group, window, most_keys) for each in self._bounds(rows, group)]
+        """`rows`: tokens of the step. `group`: query heads of a key head. `most_keys`: of the longest item. `few`: only
+        items of at most `few_rows` rows."""
+        bounds = [self._few_bounds(group)] if few else self._bounds(rows, group)
+        return [self._cut(each, kv_heads, group, window, most_keys) for each in bounds]
+
+    def few_rows(self, group: int) -> int:
+        """The most rows of a decode, and of items that are treated like one."""
+        return max(self._tiles.shapes[0].block_m, group)
+
+    def _few_bounds(self, group: int) -> _Bounds:
+        rows, items = self.few_rows(group), len(self._tables.kv_lens_B)
+        shape = self._tiles.shape(rows)
+        return _Bounds(shape, 0, rows, items * -(-rows // shape.block_m))
 
     def _bounds(self, rows: int, group: int) -> Sequence[_Bounds]:
         items, longest = len(self._tables.kv_lens_B), self._tables.max_query_len

@@ -11,7 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.interface import AttentionItem, AttentionStep, AttentionTables, TableAttention
+from engine.attention.interface import (
+    AttentionItem,
+    AttentionStep,
+    AttentionTables,
+    ItemLens,
+    TableAttention,
+)
 
 
 class ItemAttention:
@@ -47,4 +53,5 @@ def tables_of(
         tuple(slots_PN),
         max(item.query_len for item in items),
         int(kv_lens_B.max()),
+        tuple(ItemLens(item.query_len, item.kv_len) for item in items),
     )

@@ -2,6 +2,7 @@
 
 Items of few rows (decodes) and of many (prompts, beside them in the same step) are attended to by a launch each, with
 tiles of their own size. One launch for each of these cuts a step into parts: for each window, before its first layer.
+Prompts may be left to a library's kernels (`prompts`) in steps whose lengths the host knows.
 
 Legend: N rows of the step, B items, M pages of the longest, H query heads, K key/value heads, D head size, S slots, A =
 H * D.
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.attention.dense_prompts import DensePrompts, DenseRun
 from engine.attention.interface import (
     AttentionStep,
     AttentionTables,
@@ -54,7 +56,11 @@ class TritonAttention:
     """
 
     def __init__(
-        self, pool: KVPool, tiles: AttentionTiles | None = None, multiprocessors: int | None = None
+        self,
+        pool: KVPool,
+        tiles: AttentionTiles | None = None,
+        multiprocessors: int | None = None,
+        prompts: DensePrompts | None = None,
     ) -> None:
         kv_L2KSD = pool.full.kv_L2KSD
         self.device = kv_L2KSD.device
@@ -62,6 +68,7 @@ class TritonAttention:
         capability = compute_capability(self.device)
         _check(self.head_dim, kv_L2KSD.dtype, capability)
         self.pool = pool
+        self.prompts = prompts
         self.block_d = max(16, triton.next_power_of_2(self.head_dim))
         self.tiles = tiles or default_tiles(self.head_dim, kv_L2KSD.dtype, capability)
         self.multiprocessors = multiprocessors or num_multiprocessors(self.device)
@@ -90,7 +97,8 @@ class TritonStep:
         self._attention = attention
         self._tables = tables
         self._cutter = PartCutter(attention.tiles, attention.multiprocessors, tables)
-        self._parts: dict[tuple[int, int, int | None], Sequence[Parts]] = {}
+        self._parts: dict[tuple[int, int, int | None, bool], Sequence[Parts]] = {}
+        self._dense: dict[int, list[DenseRun]] = {}
 
     def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
         target = self.target(layer)
@@ -107,6 +115,7 @@ class TritonStep:
         paged, place = pool.places[layer]
         if not layer:
             self._parts.clear()  # the tables may hold other contents than in the pass before
+            self._dense.clear()
         pages_BM = self._tables.pages_PBM[int(paged is pool.window)]
         pages_BM = pages_BM if pages_BM.stride(1) == 1 else pages_BM.contiguous()
         q_NHD = q_NHD if q_NHD.stride(2) == 1 else q_NHD.contiguous()
@@ -119,14 +128,36 @@ class TritonStep:
         out_NA = torch.empty((rows, heads * dim), dtype=q_NHD.dtype, device=q_NHD.device)
         kv_2KSD, scales = paged.kv_L2KSD[place], paged.scales_L2KS
         kv_heads = kv_2KSD.shape[1]
-        key = kv_heads, heads // kv_heads, traits.window
-        if key not in self._parts:
-            self._parts[key] = self._cutter.cut(rows, *key, pages_BM.shape[1] * paged.page_size)
-        for parts in self._parts[key]:
+        group = heads // kv_heads
+        dense = self._dense_runs(q_NHD, group, traits)
+        key = kv_heads, group, traits.window, bool(dense)
+        if key not in self._parts and not self._all_in(dense):
+            most_keys = pages_BM.shape[1] * paged.page_size
+            self._parts[key] = self._cutter.cut(rows, *key[:3], most_keys, few=bool(dense))
+        for parts in self._parts.get(key, ()):
             self._launch(
                 parts, out_NA, q_NHD, kv_2KSD, None if scales is None else scales[place], pages_BM, traits
             )
+        for planned in dense:
+            assert self._attention.prompts is not None
+            run_RHD = self._attention.prompts.attend(planned, q_NHD, paged, place, pages_BM, traits)
+            if len(run_RHD) == rows:
+                return run_RHD.flatten(1)
+            out_NA[planned.run.first_row : planned.run.end_row] = run_RHD.flatten(1)
         return out_NA
+
+    def _dense_runs(self, q_NHD: Tensor, group: int, traits: LayerTraits) -> list[DenseRun]:
+        """The prompts that are left to a library in a layer like this; most often none."""
+        prompts, lens = self._attention.prompts, self._tables.lens
+        if prompts is None or lens is None or not prompts.takes(q_NHD, traits):
+            return []
+        if group not in self._dense:
+            runs = prompts.runs(lens, group, self._cutter.few_rows(group))
+            self._dense[group] = [prompts.plan(self._tables, run) for run in runs]
+        return self._dense[group]
+
+    def _all_in(self, dense: list[DenseRun]) -> bool:
+        return sum(each.run.end - each.run.first for each in dense) == len(self._tables.kv_lens_B)
 
     def _launch(
         self,

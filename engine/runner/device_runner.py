@@ -11,7 +11,7 @@ Legend: N rows of the step, B items, R sampled rows, E hidden size, V vocabulary
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cache.tiers import PoolPages
-from engine.attention.interface import AttentionStep, TableAttention
+from engine.attention.interface import AttentionStep, ItemLens, TableAttention
 from engine.batch import BatchItem, ItemOutput, ModelOutput, ScheduledBatch
 from engine.device import Fence, pinned
 from engine.models.protocol import CausalModel
@@ -142,7 +142,7 @@ class DeviceRunner:
         step can have. Shows how much memory that takes, and compiles its kernels. Nothing is written to the pools."""
         shape = StepShape(rows, items, decode=False)
         self._buffers.tensors(shape).blank()
-        self._parts(shape, longest or rows, min(rows, self._max_sampled))["body"]()
+        self._parts(shape, _lens_like(shape, longest or rows), min(rows, self._max_sampled))["body"]()
         self._head(self._max_sampled)
 
     @torch.inference_mode()
@@ -172,7 +172,8 @@ class DeviceRunner:
         num_sampled = sum(1 + item.num_drafts for item in batch.items if item.sample is not None)
         shape, padded = self._shape(batch), self._padded(num_sampled)
         self._buffers.fill(batch, shape, padded, self._last_rows)
-        parts = self._parts(shape, max(len(item.token_ids) for item in batch.items), padded)
+        lens = [ItemLens(len(item.token_ids), item.start + len(item.token_ids)) for item in batch.items]
+        parts = self._parts(shape, lens, padded)
         for name in ("unpack", "body"):
             self._graphs.run((name, shape), parts[name])
         scores = self._pick(batch, padded, num_sampled) if num_sampled else None
@@ -222,14 +223,14 @@ class DeviceRunner:
         return self._sizes[index] if rows and index < len(self._sizes) else rows
 
     def _parts(
-        self, shape: StepShape, longest: int | None = None, num_sampled: int | None = None
+        self, shape: StepShape, lens: Sequence[ItemLens] | None = None, num_sampled: int | None = None
     ) -> dict[str, Callable[[], None]]:
         """What a step of this shape does before its head: unpack, then body. A decode that follows another without the
         host does advance in place of unpack. On the ladder only the shape matters."""
         plan = self._plans.get(shape)
         if plan is None:
             captured = shape.rows in self._sizes
-            tensors = self._buffers.tensors(shape, None if captured else longest)
+            tensors = self._buffers.tensors(shape, None if captured else lens)
             plan = tensors, self._attention.plan(tensors.tables)
             if captured:
                 self._plans[shape] = plan
@@ -314,6 +315,15 @@ def _needs_host(item: BatchItem) -> bool:
     """True for scores of input tokens, and for drafts whose picks depend on the picks before them."""
     seen = item.sample.seen if item.sample is not None else None
     return item.input_logprobs_from is not None or (item.num_drafts > 0 and seen is not None)
+
+
+def _lens_like(shape: StepShape, longest: int) -> list[ItemLens]:
+    """Lengths of a step of this shape whose first items have `longest` rows, and no history."""
+    left, lens = shape.rows, []
+    for _ in range(shape.items):
+        lens.append(ItemLens(min(left, longest), min(left, longest)))
+        left -= lens[-1].queries
+    return lens
 
 
 def _last_rows(items: list[BatchItem]) -> list[int]:

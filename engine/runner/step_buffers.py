@@ -10,6 +10,7 @@ longest sequence, P pools, F fields.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.interface import AttentionTables
+from engine.attention.interface import AttentionTables, ItemLens
 from engine.batch import BatchItem, ScheduledBatch
 from engine.device import pinned
 from engine.runner.draw_points import DrawPoints
@@ -120,17 +121,17 @@ class StepBuffers:
         self._points = DrawPoints()
         self._count = 0
 
-    def tensors(self, shape: StepShape, max_query_len: int | None = None) -> StepTensors:
-        """Views; nothing is copied. Without `max_query_len` one item may have all rows, which a graph must allow
-        for."""
+    def tensors(self, shape: StepShape, lens: Sequence[ItemLens] | None = None) -> StepTensors:
+        """Views; nothing is copied. Without `lens` one item may have all rows, which a graph must allow for."""
         rows, items = shape.rows, shape.items
         tables = AttentionTables(
             self._starts_B1[: items + 1],
             self._kv_lens_B[:items],
             tuple(pages_BM[:items] for pages_BM in self._pages_PBM.unbind(0)),
             tuple(self._longs_XN[3:, :rows].unbind(0)),
-            1 if shape.decode else max_query_len or rows,
+            1 if shape.decode else max(each.queries for each in lens) if lens else rows,
             self._max_kv_len,
+            None if lens is None else tuple(lens),
         )
         ints_FN = self._ints[: self._num_fields * rows].view(self._num_fields, rows)
         tokens_N, positions_N, sampled_N = self._longs_XN[:3, :rows].unbind(0)

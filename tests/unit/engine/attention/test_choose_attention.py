@@ -35,14 +35,18 @@ def pool(dtype: torch.dtype = torch.bfloat16, page_size: int = 16, kv_dtype: KVD
 class AnyTriton:
     name = "triton"
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: KVPool, prompts: object = None) -> None:
         self.pool = pool
+        self.prompts = prompts
 
 
 def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("engine.attention.triton_backend")
-    module.TritonAttention = AnyTriton  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    backend = ModuleType("engine.attention.triton_backend")
+    backend.TritonAttention = AnyTriton  # type: ignore[attr-defined]
+    trial_of_prompts = ModuleType("engine.attention.prompt_trial")
+    trial_of_prompts.try_prompts = lambda _pool: ("a library", "prompts by a library")  # type: ignore[attr-defined]
+    for module in (backend, trial_of_prompts):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(trial, "write_one", lambda _device: None)
 
 
@@ -103,7 +107,12 @@ def test_a_gpu_takes_triton_first(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = choose_attention("auto", pool(), GPU)
     assert isinstance(choice.tables, AnyTriton)
     assert isinstance(choice.items, ItemAttention)
-    assert choice.reason == "the first that can run here"
+    assert choice.tables.prompts == "a library"
+    assert choice.reason == "the first that can run here; prompts by a library"
+    asked = choose_attention("triton", pool(), GPU)
+    assert isinstance(asked.tables, AnyTriton)
+    assert asked.tables.prompts is None, "what is asked for is Kedge's own kernels"
+    assert asked.reason == "it was asked for"
 
 
 def test_then_flash_then_torch_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
