@@ -82,6 +82,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sessions", type=int, help="sessions at a time; default 64")
     parser.add_argument("--turns", type=int, help="of a session; default 20")
     parser.add_argument("--shared-tokens", type=int, help="of the history that sessions share; default 8192")
+    parser.add_argument(
+        "--step-tokens", type=int, default=8192, help="sessions: most tokens of a step of Kedge"
+    )
     parser.add_argument("--peers", default="", help="of: torch-flash, sdpa, flash_attention_2; or none")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
@@ -133,7 +136,17 @@ def _title(record: Record, options: argparse.Namespace, spent_s: float) -> str:
 
 
 def _settings(options: argparse.Namespace) -> dict[str, str]:
-    told = ("cases", "tests", "model", "sessions", "turns", "shared_tokens", "peers", "limit_s")
+    told = (
+        "cases",
+        "tests",
+        "model",
+        "sessions",
+        "turns",
+        "shared_tokens",
+        "step_tokens",
+        "peers",
+        "limit_s",
+    )
     return {name: str(getattr(options, name)) for name in told if getattr(options, name)}
 
 

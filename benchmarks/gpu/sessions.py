@@ -44,20 +44,21 @@ def run(stage: Stage) -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(shape, stage.device, Path(folder))
         plan = replace(plan, vocab_size=bench.spec.vocab_size)
-        ours = stage.attempt("Kedge", partial(kedge_turns, stage, bench, plan))
+        side = Kedge(bench, plan, options.step_tokens)
+        ours = stage.attempt("Kedge", partial(kedge_turns, stage, side, plan))
         bench.close()
         if ours:
             others(stage, bench, plan, ours)
 
 
-def kedge_turns(stage: Stage, bench: Bench, plan: Plan) -> list[Turn]:
-    side = Kedge(bench, plan)
+def kedge_turns(stage: Stage, side: Kedge, plan: Plan) -> list[Turn]:
     with side.running() as about:
         warm_up(side, plan)
         before = side.counts()
         done = run_load(side, plan, KEDGE_SHARE * stage.left_s)
         counts = {name: count - before[name] for name, count in side.counts().items()}
-    side_row(stage, "Kedge", plan, done, last_whole_turn(done, plan), about)
+    name = f"Kedge, steps of {side.step_tokens:,}"
+    side_row(stage, name, plan, done, last_whole_turn(done, plan), about)
     stage.row(
         "Kedge: prompt tokens computed", counts["prefill_tokens"], "",
         note=", ".join(f"{name} {count:,}" for name, count in counts.items()), details=counts,
@@ -158,8 +159,8 @@ class Kedge:
 
     name = "Kedge"
 
-    def __init__(self, bench: Bench, plan: Plan) -> None:
-        self._bench, self._plan = bench, plan
+    def __init__(self, bench: Bench, plan: Plan, step_tokens: int) -> None:
+        self._bench, self._plan, self.step_tokens = bench, plan, step_tokens
         self._queue: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
         self._engine: LocalEngine | None = None
         self._chains: dict[str, TokenChain] = {}
@@ -168,7 +169,11 @@ class Kedge:
     def running(self) -> Iterator[str]:
         plan = self._plan
         tokens = 2 * plan.shared + plan.sessions * (plan.longest - plan.shared + ROOM)
-        scheduler = SchedulerSettings(max_batch_tokens=8192, chunk_size=2048, max_running=plan.sessions)
+        scheduler = SchedulerSettings(
+            max_batch_tokens=self.step_tokens,
+            chunk_size=min(2048, self.step_tokens),
+            max_running=plan.sessions,
+        )
         with self._bench.engine(self._take, tokens, ExecutionSettings(), scheduler) as engine:
             self._engine = engine
             yield ", ".join(f"{key} {value}" for key, value in engine.describe().items())

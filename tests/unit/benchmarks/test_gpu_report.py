@@ -40,7 +40,7 @@ def test_a_dry_run_measures_nothing_and_says_so(tmp_path: Path) -> None:
     rows = [row for part in written["sections"].values() for row in part["rows"]]
     assert all(row["verdict"] == "dry run: not a measurement" for row in rows), rows
     assert all(f"{row['section']}: {row['item']}" in table for row in rows)
-    kedge = next(row for row in rows if row["item"] == "Kedge: 2 sessions, turns 2–2")
+    kedge = next(row for row in rows if row["item"] == "Kedge, steps of 8,192: 2 sessions, turns 2–2")
     assert kedge["measured"] > 0
     assert kedge["details"]["turns"] == 2
 
