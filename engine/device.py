@@ -125,10 +125,13 @@ def compute_capability(device: torch.device) -> int | None:
     return 10 * major + minor
 
 
-def seconds_of_each(device: torch.device, calls: Sequence[Callable[[], object]]) -> list[float]:
+def seconds_of_each(
+    device: torch.device, calls: Sequence[Callable[[], object]], fills: int = FILLS
+) -> list[float]:
     """The median GPU time of each call, with the L2 cache full of other data. The calls take turns, so that a change
     over time, such as of clocks, affects all of them. The cache is filled by reading: dirty lines would be written back
-    at the expense of the call. Filling takes longer than launching the call, so the GPU never waits for the host."""
+    at the expense of the call. Filling it `fills` times takes longer than launching the call, so the GPU never waits
+    for the host."""
     filler = torch.zeros(FILLER_BYTES // 4, device=device)
     marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
     for call in calls:
@@ -136,7 +139,7 @@ def seconds_of_each(device: torch.device, calls: Sequence[Callable[[], object]])
     for _ in range(TURNS):
         for call, pairs in zip(calls, marks, strict=True):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            for _ in range(FILLS):
+            for _ in range(fills):
                 filler.sum()
             begin.record()
             call()
