@@ -48,24 +48,34 @@ def flash_attn_varlen_func(
     )
     assert causal
     assert window_size == (-1, -1), "the build has no windows"
+    assert softmax_scale is not None
+    _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q
+    assert int(cu_seqlens_k.diff().max()) <= max_seqlen_k
+    return _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, softcap)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
     assert q.dtype == k.dtype == v.dtype == torch.bfloat16, "the build has no float16"
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     for starts in (cu_seqlens_q, cu_seqlens_k):
         assert starts.dtype == torch.int32
         assert starts.is_contiguous()
         assert int(starts[0]) == 0
-    assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q
-    assert int(cu_seqlens_k.diff().max()) <= max_seqlen_k
     assert int(cu_seqlens_q[-1]) <= len(q)
     assert int(cu_seqlens_k[-1]) <= len(k)
     assert len(cu_seqlens_q) == len(cu_seqlens_k)
-    assert not isinstance(softmax_scale, type(None))
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float, softcap: float
+) -> Tensor:
     group = q.shape[1] // k.shape[1]
     out_NHD = torch.full_like(q, torch.nan)
     for item in range(len(cu_seqlens_q) - 1):
         rows, keys = (slice(*starts[item : item + 2].tolist()) for starts in (cu_seqlens_q, cu_seqlens_k))
         k_THD, v_THD = (part[keys].double().repeat_interleave(group, 1) for part in (k, v))
-        scores_HNT = torch.einsum("nhd,thd->hnt", q[rows].double(), k_THD) * softmax_scale
+        scores_HNT = torch.einsum("nhd,thd->hnt", q[rows].double(), k_THD) * scale
         if softcap:
             scores_HNT = torch.tanh(scores_HNT / softcap) * softcap
         count, total = scores_HNT.shape[1:]
