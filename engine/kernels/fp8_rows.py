@@ -162,3 +162,29 @@ def widen(x, COMPUTE: tl.constexpr, BITS: tl.constexpr):
             return moved.to(tl.bfloat16, bitcast=True) * power
         return x.to(tl.float16).to(tl.float32).to(tl.bfloat16)
     return x.to(COMPUTE)
+
+
+def multiply_out(values_OI: Tensor, scales_OB: Tensor, columns: int, out_OI: Tensor) -> None:
+    """Writes values * scales to the contiguous `out_OI`, multiplied in float32 and rounded once."""
+    outputs, inputs = values_OI.shape
+    assert out_OI.shape == values_OI.shape
+    assert out_OI.is_contiguous()
+    assert values_OI.stride(1) == 1
+    block = min(1024, triton.next_power_of_2(inputs))
+    grid = (outputs, triton.cdiv(inputs, block))
+    blocks, stride = scales_OB.shape[1], values_OI.stride(0)
+    write_scaled[grid](
+        values_OI, scales_OB, out_OI, inputs, blocks, columns, stride, BLOCK_I=block, num_warps=4
+    )
+
+
+@triton.jit
+def write_scaled(values_OI, scales_OB, out_OI, inputs, blocks, columns, values_stride, BLOCK_I: tl.constexpr):
+    """Grid: outputs, blocks of BLOCK_I inputs."""
+    row = tl.program_id(0).to(tl.int64)
+    at_I = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    inside_I = at_I < inputs
+    x_I = tl.load(values_OI + row * values_stride + at_I, inside_I, 0.0)
+    scale_I = tl.load(scales_OB + row * blocks + at_I // columns, inside_I, 0.0)
+    wide_I = x_I.to(tl.float16).to(tl.float32) * scale_I
+    tl.store(out_OI + row * inputs + at_I, wide_I.to(out_OI.dtype.element_ty), inside_I)

@@ -29,6 +29,9 @@ class Fp8Matrix:
         each_OI = self.scales_OB.repeat_interleave(self.columns, 1)[:, :inputs]
         return (self.values_OI.to(torch.float32) * each_OI).to(dtype)
 
+    def to(self, device: torch.device) -> Fp8Matrix:
+        return Fp8Matrix(self.values_OI.to(device), self.scales_OB.to(device), self.columns)
+
     def rearranged(self, rows: Callable[[Tensor], Tensor]) -> Fp8Matrix:
         """`rows` puts rows in another order, whatever they hold. It gets the values as bytes."""
         values_OI = rows(self.values_OI.view(torch.uint8)).view(self.values_OI.dtype)
@@ -40,7 +43,9 @@ def stack_fp8(parts: Sequence[Fp8Matrix]) -> Fp8Matrix | None:
     first = parts[0]
     if len(parts) == 1:
         return first
-    if any((part.columns, part.scales_OB.shape[1]) != (first.columns, first.scales_OB.shape[1]) for part in parts):
+    if any(
+        (part.columns, part.scales_OB.shape[1]) != (first.columns, first.scales_OB.shape[1]) for part in parts
+    ):
         return None
     values_OI = torch.cat([part.values_OI.view(torch.uint8) for part in parts])
     scales_OB = torch.cat([part.scales_OB for part in parts])

@@ -18,6 +18,7 @@ from engine.models.decoder import Decoder
 from engine.models.device_linear import FixedLinears, Linears, choose_linears
 from engine.models.errors import UnsupportedModel
 from engine.models.fingerprint import checkpoint_fingerprint, dummy_fingerprint
+from engine.models.fp8_matrix import Fp8Linears
 from engine.models.hub import find_model
 from engine.models.linear import LinearFactory
 from engine.models.ops import DecoderOps, TorchOps
@@ -37,8 +38,8 @@ class LoadedModel:
     """`layout` and `dtype` say what KV the model keeps; `dtype` is also that of activations. A `native` model's passes
     never need the host, so CUDA graphs of them can be captured. `about` says what its products run on, and why, where
     there was a choice. `fingerprint` is that of configuration and weights of the whole model; `weights_dtype` is how
-    they are held here. `sinks` is the most heads with attention sinks of a layer. If the model was loaded to be
-    `deterministic`, that is the build of the kernels whose order of sums it has."""
+    they are held here, but for matrices that stay in fp8 (`keeps_fp8`). `sinks` is the most heads with attention sinks
+    of a layer. If the model was loaded to be `deterministic`, that is the build of the kernels whose order of sums it has."""
 
     model: CausalModel
     layout: KVLayout
@@ -51,6 +52,7 @@ class LoadedModel:
     fingerprint: str
     weights_dtype: torch.dtype
     sinks: int = 0
+    keeps_fp8: bool = False
     deterministic: str | None = None
     about: Mapping[str, str] = field(default_factory=dict)
 
@@ -136,6 +138,7 @@ def _load_native(
         native=True,
         fingerprint=_fingerprint(directory, settings, device),
         weights_dtype=weights_dtype,
+        keeps_fp8=whole.fp8 is not None and ranks.size == 1 and isinstance(linears, Fp8Linears),
         about=linears.describe(),
     )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.fp8_rows import TILES, Fp8Tiles, fits, multiply_fp8
+from engine.kernels.fp8_rows import TILES, Fp8Tiles, fits, multiply_fp8, multiply_out
 from engine.models.fp8_matrix import Fp8Matrix
 from tests.unit.engine.kernels.rounding import ROUNDING, assert_rounded_once
 
@@ -68,3 +68,16 @@ def test_which_blocks_fit() -> None:
     assert fits(7, 1)
     assert fits(48, 2)
     assert not fits(24, 2)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("columns", [333, 128, 24])
+def test_multiplied_out(device: torch.device, dtype: torch.dtype, columns: int) -> None:
+    matrix = draw(device, 20, 333, columns)
+    out_OI = torch.empty(20, 333, dtype=dtype, device=device)
+    multiply_out(matrix.values_OI, matrix.scales_OB, columns, out_OI)
+    expected_OI = matrix.multiplied(dtype)
+    if device.type == "cpu":  # the interpreter may round to bfloat16 the other way
+        torch.testing.assert_close(out_OI, expected_OI, rtol=torch.finfo(dtype).eps, atol=0.0)
+    else:
+        assert torch.equal(out_OI, expected_OI)
