@@ -39,7 +39,8 @@ class LoadedModel:
     never need the host, so CUDA graphs of them can be captured. `about` says what its products run on, and why, where
     there was a choice. `fingerprint` is that of configuration and weights of the whole model; `weights_dtype` is how
     they are held here, but for matrices that stay in fp8 (`keeps_fp8`). `sinks` is the most heads with attention sinks
-    of a layer. If the model was loaded to be `deterministic`, that is the build of the kernels whose order of sums it has."""
+    of a layer. If the model was loaded to be `deterministic`, that is the build of the kernels whose
+    order of sums it has."""
 
     model: CausalModel
     layout: KVLayout

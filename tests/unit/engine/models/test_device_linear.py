@@ -148,7 +148,7 @@ def test_weights_of_zeros_are_no_reason_to_pass_over() -> None:
     assert linears.describe()["linear"] == "4x6: a 1-16"
 
 
-def test_what_each_device_gets() -> None:
+def test_what_each_device_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     half, wide = torch.bfloat16, torch.float32
     monkeypatch.setattr(device_linear, "compute_capability", lambda _: 80)
     assert isinstance(choose_linears("auto", GPU, half, half), MeasuredLinears)
