@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.cpu.library import NoKernels, Workers, find_kernels
 from engine.cpu.matrix import PackedLinears
-from engine.device import compute_capability, is_gpu, seconds_of_each
+from engine.device import is_gpu, seconds_of_each
 from engine.models.errors import UnsupportedModel
 from engine.models.linear import CastingLinear, Linear, LinearFactory, PlainLinear, linear_factory
 from engine.settings import LinearName
@@ -191,13 +191,7 @@ def choose_linears(
     ways: dict[str, LinearFactory] = {TORCH: PlainLinear}
     for tiles in TILES:
         ways[f"few{tiles.block_o}"] = partial(FewRowsLinear, tiles=tiles)
-    timer = partial(seconds_of_each, device)
-    measured = MeasuredLinears(ways, timer)
-    from engine.models.fp8_linear import LEAST_CAPABILITY, KeepingLinears
-
-    if (compute_capability(device) or 0) < LEAST_CAPABILITY:
-        return measured
-    return KeepingLinears(measured, activations, timer)
+    return MeasuredLinears(ways, partial(seconds_of_each, device))
 
 
 def _on_cpu(device: torch.device, weights: torch.dtype, activations: torch.dtype) -> Linears:

@@ -21,9 +21,6 @@ from engine.models.linear import Linear
 FP8_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of rows that are timed; for more, matrices are multiplied out."""
 
-LEAST_CAPABILITY = 89
-"""Cards from this compute capability on convert fp8 themselves."""
-
 
 class Scratch:
     """Memory for the largest of a model's matrices, multiplied out. Its place is final once all are reserved."""

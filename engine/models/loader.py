@@ -12,10 +12,17 @@ from typing import Any
 import torch
 
 from engine.cpu.steps import WholeSteps, in_whole_steps
-from engine.device import activation_dtype, resolve_device, resolve_dtype, use_cpu_threads
+from engine.device import (
+    activation_dtype,
+    compute_capability,
+    resolve_device,
+    resolve_dtype,
+    seconds_of_each,
+    use_cpu_threads,
+)
 from engine.models.config import ModelSpec, parse_spec, read_config, read_json
 from engine.models.decoder import Decoder
-from engine.models.device_linear import FixedLinears, Linears, choose_linears
+from engine.models.device_linear import FixedLinears, Linears, MeasuredLinears, choose_linears
 from engine.models.errors import UnsupportedModel
 from engine.models.fingerprint import checkpoint_fingerprint, dummy_fingerprint
 from engine.models.fp8_matrix import Fp8Linears
@@ -28,6 +35,9 @@ from engine.models.weights import CHECKPOINT_DTYPES, CheckpointWeights, DummyWei
 from engine.parallel.ranks import OneRank, RankGroup
 from engine.runner.kv_pool import KVLayout
 from engine.settings import LinearName, ModelSettings
+
+FIRST_WITH_FP8 = 89
+"""The first compute capability on which Triton can convert float8_e4m3fn."""
 
 LinearsFor = Callable[[torch.device, torch.dtype, torch.dtype], Linears]
 """Takes the device and the types of weights and activations."""
@@ -119,6 +129,8 @@ def _load_native(
     weights_dtype = resolve_dtype(settings.dtype, device, CHECKPOINT_DTYPES[whole.checkpoint_dtype])
     dtype = activation_dtype(device, weights_dtype)
     linears = choose(device, weights_dtype, dtype)
+    if whole.fp8 is not None and ranks.size == 1:
+        linears = _keeping_fp8(linears, device, dtype)
     shares, spec = Shares(whole, ranks.rank, ranks.size), whole.shard(ranks.size)
     with torch.inference_mode():
         if settings.load_format == "dummy":
@@ -142,6 +154,15 @@ def _load_native(
         keeps_fp8=whole.fp8 is not None and ranks.size == 1 and isinstance(linears, Fp8Linears),
         about=linears.describe(),
     )
+
+
+def _keeping_fp8(linears: Linears, device: torch.device, dtype: torch.dtype) -> Linears:
+    """Only where products are measured, since Triton runs there, and on a card that converts fp8."""
+    if not isinstance(linears, MeasuredLinears) or (compute_capability(device) or 0) < FIRST_WITH_FP8:
+        return linears
+    from engine.models.fp8_linear import KeepingLinears  # needs Triton
+
+    return KeepingLinears(linears, dtype, partial(seconds_of_each, device))
 
 
 def _load_bridged(

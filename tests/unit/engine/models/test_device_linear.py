@@ -18,7 +18,6 @@ from engine.cpu.matrix import PackedLinears, PackedMatrix
 from engine.models import device_linear
 from engine.models.device_linear import ROWS, FixedLinears, MeasuredLinears, choose_linears
 from engine.models.errors import UnsupportedModel
-from engine.models.fp8_matrix import Fp8Linears
 from engine.models.linear import CastingLinear, Linear, LinearFactory, PlainLinear, SplitLinear
 from engine.models.loader import load_model
 from engine.settings import ModelSettings
@@ -148,12 +147,9 @@ def test_weights_of_zeros_are_no_reason_to_pass_over() -> None:
     assert linears.describe()["linear"] == "4x6: a 1-16"
 
 
-def test_what_each_device_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_each_device_gets() -> None:
     half, wide = torch.bfloat16, torch.float32
-    monkeypatch.setattr(device_linear, "compute_capability", lambda _: 80)
     assert isinstance(choose_linears("auto", GPU, half, half), MeasuredLinears)
-    monkeypatch.setattr(device_linear, "compute_capability", lambda _: 90)
-    assert isinstance(choose_linears("auto", GPU, half, half), Fp8Linears)
     asked = choose_linears("torch", GPU, half, half)
     assert isinstance(asked, FixedLinears)
     assert asked.describe() == {"linear": "torch", "linear_reason": "it was asked for"}
