@@ -221,7 +221,7 @@ def kv_identity(loaded: LoadedModel, pool: KVPool, draft: LoadedModel | None) ->
     """The identity of one rank's KV: everything that its bytes depend on except tokens, tenant and page size. Where KV
     of the same tokens may differ, the identity must differ. Replicas with the same configuration on like devices have
     the same identity."""
-    kept = {
+    kept: dict[str, object] = {
         "weights": dtype_name(loaded.weights_dtype),
         "activations": dtype_name(loaded.dtype),
         "kv": dtype_name(pool.full.kv_L2KSD.dtype),
@@ -231,6 +231,8 @@ def kv_identity(loaded: LoadedModel, pool: KVPool, draft: LoadedModel | None) ->
         if draft is None
         else [draft.fingerprint, dtype_name(draft.dtype), asdict(draft.layout)],
     }
+    if loaded.keeps_fp8 or (draft is not None and draft.keeps_fp8):
+        kept["fp8_matrices"] = [loaded.keeps_fp8, draft is not None and draft.keeps_fp8]
     return KVIdentity(weights=loaded.fingerprint, kv_format=json.dumps(kept, sort_keys=True))
 
 

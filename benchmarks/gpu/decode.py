@@ -29,6 +29,8 @@ from engine.settings import CacheSettings, ExecutionSettings, KVDType, Scheduler
 from tests.unit.engine.null_runner import NullRunner
 
 SECTION_TARGETS = {1: 0.80, 64: 0.70}
+FP8 = "FP8 weights"
+FP8_TARGET = 0.75
 IDLE_TARGET = 0.05
 WAIT_S = 120.0
 PROFILE_S = 0.5
@@ -99,6 +101,16 @@ def run(stage: Stage) -> None:
         if stage.wants("cuBLAS"):
             stage.attempt("cuBLAS", partial(one_way, stage, bench, "cuBLAS alone", execution, (one,), copied))
         bench.close()
+    if stage.wants(FP8):
+        stage.attempt(FP8, partial(fp8_weights, stage, shape, (one, many), copied))
+
+
+def fp8_weights(stage: Stage, shape: str, loads: Sequence[Load], copied: float) -> None:
+    """The same shape with matrices in fp8, a scale for each block. A CPU multiplies them out."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(shape, stage.device, Path(folder), fp8=True)
+        one_way(stage, bench, FP8, DEFAULT, loads, copied)
+        bench.close()
 
 
 def one_way(
@@ -115,7 +127,7 @@ def one_way(
     widest = max(load.streams for load in loads)
     scheduler = SchedulerSettings(max_batch_tokens=8192, chunk_size=2048, max_running=widest)
     with bench.engine(watch, most, execution, scheduler, kv_dtype) as engine:
-        if name == "default":
+        if name in ("default", FP8):
             about = dict(engine.describe())
             stage.row(
                 "engine", note=", ".join(f"{key} {value}" for key, value in about.items()), details=about
@@ -148,10 +160,16 @@ def report(
         "tok/s",
         limit=load.streams / floor_s,
         share=floor_s / result.step_s,
-        target=SECTION_TARGETS.get(load.streams) if name == "default" else None,
+        target=_target(name, load.streams),
         note=f"step {result.step_s * 1e3:.3f} ms, floor {floor_s * 1e3:.3f} ms",
         details=asdict(result),
     )
+
+
+def _target(name: str, streams: int) -> float | None:
+    if name == FP8:
+        return FP8_TARGET if streams == 1 else None
+    return SECTION_TARGETS.get(streams) if name == "default" else None
 
 
 def decode(engine: LocalEngine, watch: Watch, load: Load, seed: int) -> Decoded:

@@ -117,10 +117,16 @@ class Watch:
 class Bench:
     """Builds engines over one random model, whose weights they share."""
 
-    def __init__(self, shape: str, device: torch.device, folder: Path, seed: int = 1) -> None:
+    def __init__(
+        self, shape: str, device: torch.device, folder: Path, seed: int = 1, fp8: bool = False
+    ) -> None:
         self.device, self.seed, self.shape = device, seed, shape
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.config = config_of(shape, self.dtype)
+        self.fp8 = fp8
+        if fp8:
+            block = [128, 128] if shape != "tiny" else [16, 16]
+            self.config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": block}
         (folder / "config.json").write_text(json.dumps(self.config))
         self.folder = folder
         self.spec = parse_spec(read_config(folder))
@@ -130,8 +136,19 @@ class Bench:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights that a step reads: all but the table of embeddings, of which it reads a row a token."""
-        sizes = (torch.Size(shape).numel() for shape in tensor_shapes(self.spec).values())
-        return (sum(sizes) - self.spec.vocab_size * self.spec.hidden_size) * self.dtype.itemsize
+        shapes = tensor_shapes(self.spec)
+        sizes = (torch.Size(shape).numel() for shape in shapes.values())
+        projections = [shape for name, shape in shapes.items() if name.endswith("_proj.weight")]
+        kept = sum(torch.Size(shape).numel() for shape in projections) if self.fp8 else 0
+        scales = 0
+        if self.fp8 and self.spec.fp8 is not None and self.spec.fp8.block is not None:
+            columns = self.spec.fp8.block[1]
+            scales = sum(4 * outputs * -(-inputs // columns) for outputs, inputs in projections)
+        return (
+            scales
+            - kept * (self.dtype.itemsize - 1)
+            + (sum(sizes) - self.spec.vocab_size * self.spec.hidden_size) * self.dtype.itemsize
+        )
 
     @property
     def kv_token_bytes(self) -> int:

@@ -7,6 +7,7 @@ Legend: N tokens, E hidden size, H query heads, K key/value heads, D head size, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from engine.attention.interface import AttentionStep, LayerTraits, OpenStep
 from engine.models.config import ModelSpec
+from engine.models.fp8_matrix import Fp8Linears, Fp8Matrix, Fp8Source, stack_fp8
 from engine.models.layers import RotaryTable, interleave_rotary
 from engine.models.linear import GatedLinears, Linear, LinearFactory
 from engine.models.ops import DecoderOps, WritingRotation
@@ -205,9 +207,28 @@ class LayerWeights:
         return torch.cat([query_D.expand(spec.num_heads, -1), key_D.expand(spec.num_kv_heads, -1)])
 
     def _fused(self, names: list[str], has_bias: bool, rotary: frozenset[str]) -> Linear:
-        weight_OI = self._stack(names, "weight", rotary)
         bias_O = self._stack(names, "bias", rotary) if has_bias else None
+        if isinstance(self._make_linear, Fp8Linears):
+            matrix = self._stack_fp8(names, rotary)
+            if matrix is not None:
+                return self._make_linear.fp8(matrix, bias_O)
+        weight_OI = self._stack(names, "weight", rotary)
         return self._make_linear(weight_OI, bias_O)
+
+    def _stack_fp8(self, names: list[str], rotary: frozenset[str]) -> Fp8Matrix | None:
+        """None unless all of these are stored in fp8, in equal blocks of inputs."""
+        if not isinstance(self._source, Fp8Source):
+            return None
+        parts = []
+        for name in names:
+            part = self._source.take_fp8(f"{self._prefix}{name}.weight")
+            if part is None:
+                return None
+            if name in rotary:
+                part = part.rearranged(partial(interleave_rotary, head_dim=self._spec.head_dim))
+            parts.append(part)
+        stacked = stack_fp8(parts)
+        return None if stacked is None else stacked.to(self._device)
 
     def _stack(self, names: list[str], kind: str, rotary: frozenset[str]) -> Tensor:
         parts = [self._source.take(f"{self._prefix}{name}.{kind}") for name in names]

@@ -72,32 +72,44 @@ class MeasuredLinears:
     number of rows, the others for as many as are timed. A way that fails on the weights at hand, or whose results
     differ from torch's, is passed over."""
 
-    def __init__(self, ways: Mapping[str, LinearFactory], timer: Timer) -> None:
+    def __init__(self, ways: Mapping[str, LinearFactory], timer: Timer, rows: tuple[int, ...] = ROWS) -> None:
         self._ways = ways
         self._timer = timer
+        self._rows = rows
         self._chosen: dict[tuple[int, int, bool], list[str]] = {}
-        """Names of ways, in the order of ROWS, by shape and whether there is a bias."""
+        """Names of ways, in the order of rows, by shape and whether there is a bias."""
         self._passed_over: dict[str, str] = {}
         self._spent_s = 0.0
 
     def __call__(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         outputs, inputs = weight_OI.shape
-        shape = outputs, inputs, bias_O is not None
+        makes = {name: partial(make, weight_OI, bias_O) for name, make in self._ways.items()}
+        return self.choose((outputs, inputs, bias_O is not None), weight_OI.dtype, weight_OI.device, makes)
+
+    def choose(
+        self,
+        shape: tuple[int, int, bool],
+        dtype: torch.dtype,
+        device: torch.device,
+        makes: Mapping[str, Callable[[], Linear]],
+    ) -> Linear:
+        """The quickest of `makes` for one matrix: its outputs, inputs and whether there is a bias. `dtype` is that of
+        rows."""
         if shape not in self._chosen:
             begin_s = time.perf_counter()
-            self._chosen[shape] = self._quickest(weight_OI, bias_O)
+            self._chosen[shape] = self._quickest(shape[1], dtype, device, makes)
             self._spent_s += time.perf_counter() - begin_s
         chosen = self._chosen[shape]
-        made = {name: self._ways[name](weight_OI, bias_O) for name in {TORCH, *chosen}}
+        made = {name: makes[name]() for name in {TORCH, *chosen}}
         if len(made) == 1:
             return made[TORCH]
-        return LinearByRows([made[name] for name in chosen], made[TORCH])
+        return LinearByRows([made[name] for name in chosen], made[TORCH], self._rows)
 
     def describe(self) -> dict[str, str]:
         shapes = []
         for (outputs, inputs, biased), chosen in self._chosen.items():
             runs = []
-            for name, run in groupby(zip(chosen, ROWS, strict=True), lambda pair: pair[0]):
+            for name, run in groupby(zip(chosen, self._rows, strict=True), lambda pair: pair[0]):
                 rows = [rows for _, rows in run]
                 runs.append(f"{name} {rows[0]}-{rows[-1]}" if len(rows) > 1 else f"{name} {rows[0]}")
             shapes.append(f"{outputs}x{inputs}{' + bias' if biased else ''}: {', '.join(runs)}")
@@ -105,18 +117,19 @@ class MeasuredLinears:
         reasons += [f"not {name}: {reason}" for name, reason in self._passed_over.items()]
         return {"linear": "; ".join(shapes), "linear_reason": "; ".join(reasons)}
 
-    def _quickest(self, weight_OI: Tensor, bias_O: Tensor | None) -> list[str]:
-        generator = torch.Generator(weight_OI.device).manual_seed(1)
-        shape = ROWS[-1], weight_OI.shape[1]
-        x_NI = torch.randn(shape, generator=generator, dtype=weight_OI.dtype, device=weight_OI.device)
-        linears = {TORCH: self._ways[TORCH](weight_OI, bias_O)}
+    def _quickest(
+        self, inputs: int, dtype: torch.dtype, device: torch.device, makes: Mapping[str, Callable[[], Linear]]
+    ) -> list[str]:
+        generator = torch.Generator(device).manual_seed(1)
+        x_NI = torch.randn((self._rows[-1], inputs), generator=generator, dtype=dtype, device=device)
+        linears = {TORCH: makes[TORCH]()}
         linears |= {
             name: linear
-            for name, make in self._ways.items()
-            if name != TORCH and self._agrees(name, linear := make(weight_OI, bias_O), linears[TORCH], x_NI)
+            for name, make in makes.items()
+            if name != TORCH and self._agrees(name, linear := make(), linears[TORCH], x_NI)
         }
         chosen = []
-        for rows in ROWS:
+        for rows in self._rows:
             times_s = self._timer([partial(linear, x_NI[:rows]) for linear in linears.values()])
             times_s[0] *= BETTER
             chosen.append(min(zip(times_s, linears, strict=True))[1])
@@ -138,13 +151,13 @@ class MeasuredLinears:
 
 
 class LinearByRows:
-    """`few` in the order of ROWS, `many` for more rows."""
+    """`few` in the order of `rows`, `many` for more rows."""
 
-    def __init__(self, few: Sequence[Linear], many: Linear) -> None:
-        bounds = (0, *ROWS)
+    def __init__(self, few: Sequence[Linear], many: Linear, rows: Sequence[int] = ROWS) -> None:
+        bounds = (0, *rows)
         self._few = [few[0]]  # for no rows
-        for linear, below, rows in zip(few, bounds, ROWS, strict=False):
-            self._few += [linear] * (rows - below)
+        for linear, below, up_to in zip(few, bounds, rows, strict=False):
+            self._few += [linear] * (up_to - below)
         self._many = many
 
     def __call__(self, x_NI: Tensor) -> Tensor:

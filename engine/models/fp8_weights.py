@@ -1,9 +1,10 @@
 """Checkpoints whose matrices are stored in fp8: which formats are read, and the numbers that they stand for.
 
 A weight is its fp8 number times a scale, which it shares with its matrix, its row or a block of the matrix. This is
-multiplied out when the model is loaded, in float32, and rounded once to the dtype that the model is held in.
+multiplied out when the model is loaded, in float32, and rounded once to the dtype that the model is held in, unless
+matrices are kept in fp8 (on a GPU, engine/models/fp8_linear.py).
 Activations stay as they are: that the checkpoint would have them quantised, too, is not followed, which is nearer to
-the model that was quantised. In memory such a model takes as much as one that was stored in 16 bits.
+the model that was quantised. Multiplied out, a model takes as much memory as one that was stored in 16 bits.
 
 Two formats are read: `fp8`, as of DeepSeek, Qwen and transformers (`weight_scale_inv` by block, or `weight_scale`), and
 `compressed-tensors` with `float-quantized` weights, as of llm-compressor (`weight_scale`).
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.models.errors import UnsupportedModel
+from engine.models.fp8_matrix import Fp8Matrix
 
 STORED = "F8_E4M3"
 """What safetensors calls float8_e4m3fn."""
@@ -58,6 +60,19 @@ class Fp8Format:
         rows, columns = self.block
         each_OI = scale.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
         return wide_OI * each_OI
+
+    def kept(self, weight_OI: Tensor, scale: Tensor) -> Fp8Matrix:
+        """The same weights as `multiplied` makes, in fp8; each row has its own scales."""
+        outputs, inputs = weight_OI.shape
+        scale = scale.to(torch.float32)
+        if scale.numel() == 1:
+            return Fp8Matrix(weight_OI, scale.reshape(1, 1).repeat(outputs, 1), inputs)
+        if scale.shape[1:].numel() == 1 and len(scale) == outputs:
+            return Fp8Matrix(weight_OI, scale.reshape(outputs, 1).contiguous(), inputs)
+        assert self.block is not None
+        rows, columns = self.block
+        scales_OB = scale.repeat_interleave(rows, 0)[:outputs].contiguous()
+        return Fp8Matrix(weight_OI, scales_OB, columns if scales_OB.shape[1] > 1 else inputs)
 
     def _blocks(self, outputs: int, inputs: int) -> tuple[int, int] | None:
         if self.block is None:

@@ -12,12 +12,20 @@ from typing import Any
 import torch
 
 from engine.cpu.steps import WholeSteps, in_whole_steps
-from engine.device import activation_dtype, resolve_device, resolve_dtype, use_cpu_threads
+from engine.device import (
+    activation_dtype,
+    compute_capability,
+    resolve_device,
+    resolve_dtype,
+    seconds_of_each,
+    use_cpu_threads,
+)
 from engine.models.config import ModelSpec, parse_spec, read_config, read_json
 from engine.models.decoder import Decoder
-from engine.models.device_linear import FixedLinears, Linears, choose_linears
+from engine.models.device_linear import FixedLinears, Linears, MeasuredLinears, choose_linears
 from engine.models.errors import UnsupportedModel
 from engine.models.fingerprint import checkpoint_fingerprint, dummy_fingerprint
+from engine.models.fp8_matrix import Fp8Linears
 from engine.models.hub import find_model
 from engine.models.linear import LinearFactory
 from engine.models.ops import DecoderOps, TorchOps
@@ -28,6 +36,9 @@ from engine.parallel.ranks import OneRank, RankGroup
 from engine.runner.kv_pool import KVLayout
 from engine.settings import LinearName, ModelSettings
 
+FIRST_WITH_FP8 = 89
+"""The first compute capability on which Triton can convert float8_e4m3fn."""
+
 LinearsFor = Callable[[torch.device, torch.dtype, torch.dtype], Linears]
 """Takes the device and the types of weights and activations."""
 
@@ -37,8 +48,9 @@ class LoadedModel:
     """`layout` and `dtype` say what KV the model keeps; `dtype` is also that of activations. A `native` model's passes
     never need the host, so CUDA graphs of them can be captured. `about` says what its products run on, and why, where
     there was a choice. `fingerprint` is that of configuration and weights of the whole model; `weights_dtype` is how
-    they are held here. `sinks` is the most heads with attention sinks of a layer. If the model was loaded to be
-    `deterministic`, that is the build of the kernels whose order of sums it has."""
+    they are held here, but for matrices that stay in fp8 (`keeps_fp8`). `sinks` is the most heads with attention sinks
+    of a layer. If the model was loaded to be `deterministic`, that is the build of the kernels whose
+    order of sums it has."""
 
     model: CausalModel
     layout: KVLayout
@@ -51,6 +63,7 @@ class LoadedModel:
     fingerprint: str
     weights_dtype: torch.dtype
     sinks: int = 0
+    keeps_fp8: bool = False
     deterministic: str | None = None
     about: Mapping[str, str] = field(default_factory=dict)
 
@@ -116,6 +129,8 @@ def _load_native(
     weights_dtype = resolve_dtype(settings.dtype, device, CHECKPOINT_DTYPES[whole.checkpoint_dtype])
     dtype = activation_dtype(device, weights_dtype)
     linears = choose(device, weights_dtype, dtype)
+    if whole.fp8 is not None and ranks.size == 1:
+        linears = _keeping_fp8(linears, device, dtype)
     shares, spec = Shares(whole, ranks.rank, ranks.size), whole.shard(ranks.size)
     with torch.inference_mode():
         if settings.load_format == "dummy":
@@ -136,8 +151,18 @@ def _load_native(
         native=True,
         fingerprint=_fingerprint(directory, settings, device),
         weights_dtype=weights_dtype,
+        keeps_fp8=whole.fp8 is not None and ranks.size == 1 and isinstance(linears, Fp8Linears),
         about=linears.describe(),
     )
+
+
+def _keeping_fp8(linears: Linears, device: torch.device, dtype: torch.dtype) -> Linears:
+    """Only where products are measured, since Triton runs there, and on a card that converts fp8."""
+    if not isinstance(linears, MeasuredLinears) or (compute_capability(device) or 0) < FIRST_WITH_FP8:
+        return linears
+    from engine.models.fp8_linear import KeepingLinears  # needs Triton
+
+    return KeepingLinears(linears, dtype, partial(seconds_of_each, device))
 
 
 def _load_bridged(

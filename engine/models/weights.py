@@ -13,12 +13,15 @@ from torch import Tensor
 
 from engine.models.config import ModelSpec, read_json
 from engine.models.errors import BadCheckpoint, ModelNotFound
+from engine.models.fp8_matrix import Fp8Matrix
 from engine.models.fp8_weights import SCALES, STORED, UNREAD
 from engine.models.shares import Shares
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 DUMMY_SCALE = 0.02
+DUMMY_FP8 = 32.0
+"""The standard deviation of random fp8 numbers, far below the largest, 448."""
 CPU = torch.device("cpu")
 CHECKPOINT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -110,6 +113,15 @@ class CheckpointWeights:
         read: Tensor = file.get_slice(name)[(slice(None),) * part.dim + (slice(part.start, part.stop),)]
         return part.padded(read).to(self._dtype).contiguous()
 
+    def take_fp8(self, name: str) -> Fp8Matrix | None:
+        """A matrix as it is stored; None if that is not in fp8 or this rank has a part of it only."""
+        scale_name = self._scale_of(name)
+        if scale_name is None or self._shares.part(name) is not None:
+            return None
+        assert self._fp8 is not None
+        scale = self._file_of[scale_name].get_tensor(scale_name)
+        return self._fp8.kept(self._file_of[name].get_tensor(name), scale)
+
     def close(self) -> None:
         self._stack.close()
 
@@ -192,12 +204,28 @@ class DummyWeights:
         self._seed = seed
         self._device = device
         self._shares = shares or Shares(spec, 0, 1)
+        self._fp8 = spec.fp8
 
     def take(self, name: str) -> Tensor:
-        whole, part = self._make(name), self._shares.part(name)
+        matrix, part = self._make_fp8(name), self._shares.part(name)
+        whole = self._make(name) if matrix is None else matrix.multiplied(self._dtype)
         if part is None:
             return whole.to(self._dtype)
         return part.of(whole).to(self._dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def take_fp8(self, name: str) -> Fp8Matrix | None:
+        return self._make_fp8(name) if self._shares.part(name) is None else None
+
+    def _make_fp8(self, name: str) -> Fp8Matrix | None:
+        """Projections of a configuration with fp8 weights, with a scale for each block, or row if it has no blocks."""
+        if self._fp8 is None or not name.endswith("_proj.weight"):
+            return None
+        values_OI = (self._make(name) * (DUMMY_FP8 / DUMMY_SCALE)).to(torch.float8_e4m3fn)
+        outputs, inputs = values_OI.shape
+        rows, columns = self._fp8.block or (1, inputs)
+        scale = torch.linspace(0.5, 1.5, -(-outputs // rows) * -(-inputs // columns), device=self._device)
+        shaped = scale.view(-(-outputs // rows), -(-inputs // columns)) * (DUMMY_SCALE / DUMMY_FP8)
+        return self._fp8.kept(values_OI, shaped)
 
     def _make(self, name: str) -> Tensor:
         shape, device = self._shapes[name], self._device

@@ -1,0 +1,80 @@
+"""A model whose matrices stay in fp8, on the kernels. Times are the test's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from test_fp8_weights import FORMATS, write_fp8
+from test_loader import load, run_logits
+
+from engine.kernels.fp8_rows import TILES
+from engine.models.config import parse_spec, read_config
+from engine.models.device_linear import FixedLinears
+from engine.models.fp8_linear import FP8_ROWS, KeepingLinears
+from engine.models.fp8_matrix import Fp8Matrix, stack_fp8
+from engine.models.linear import PlainLinear
+from engine.models.loader import load_model
+from engine.models.shares import Shares
+from engine.models.weights import CheckpointWeights
+from engine.settings import ModelSettings
+
+CPU = torch.device("cpu")
+
+
+def keeping(quickest: int) -> KeepingLinears:
+    """`quickest` is the place of the way that is chosen: 0 is torch's."""
+
+    def timer(calls: Sequence[Callable[[], object]]) -> list[float]:
+        return [float(place != quickest) + 1.0 for place in range(len(calls))]
+
+    return KeepingLinears(FixedLinears(PlainLinear, {"linear": "plain"}), torch.float32, timer)
+
+
+@pytest.mark.parametrize("case", FORMATS)
+def test_what_is_kept_is_what_is_meant(tmp_path: Path, case: str) -> None:
+    meant = write_fp8(tmp_path, *FORMATS[case])
+    spec = parse_spec(read_config(tmp_path))
+    source = CheckpointWeights(tmp_path, spec, torch.float32, CPU)
+    for name, expected in meant.items():
+        matrix = source.take_fp8(name)
+        assert (matrix is not None) == name.endswith("_proj.weight"), name
+        if matrix is not None:
+            assert matrix.values_OI.dtype == torch.float8_e4m3fn
+            assert torch.equal(matrix.multiplied(torch.float32), expected), name
+    source.close()
+
+
+def test_a_rank_multiplies_out(tmp_path: Path) -> None:
+    write_fp8(tmp_path, *FORMATS["one scale a matrix"])
+    spec = parse_spec(read_config(tmp_path))
+    source = CheckpointWeights(tmp_path, spec, torch.float32, CPU, Shares(spec, 0, 2))
+    assert source.take_fp8("model.layers.0.self_attn.q_proj.weight") is None
+    source.close()
+
+
+@pytest.mark.parametrize("quickest", range(len(TILES) + 1))
+@pytest.mark.parametrize("case", ["DeepSeek's blocks", "one scale a matrix", "compressed, channel"])
+def test_the_model_is_the_one_that_is_multiplied_out(tmp_path: Path, case: str, quickest: int) -> None:
+    write_fp8(tmp_path, *FORMATS[case])
+    linears = keeping(quickest)
+    settings = ModelSettings(path=str(tmp_path), dtype="float32", device="cpu")
+    found, expected = load_model(settings, linears), load(tmp_path, dtype="float32")
+    assert found.keeps_fp8
+    assert not expected.keeps_fp8
+    torch.testing.assert_close(run_logits(found), run_logits(expected), rtol=1e-3, atol=1e-4)
+    assert found.about["linear"] == "plain"
+    assert f"1-{FP8_ROWS[-1]}" in found.about["fp8_linear"]
+    if quickest == 0 or case == "DeepSeek's blocks":  # its blocks have 24 columns: the kernel takes none such
+        assert "fp8_" not in found.about["fp8_linear"]
+    else:
+        assert f"fp8_{TILES[quickest - 1].block_o}x" in found.about["fp8_linear"]
+
+
+def test_blocks_that_differ_are_not_fused() -> None:
+    values_OI = torch.ones(2, 32).to(torch.float8_e4m3fn)
+    whole = Fp8Matrix(values_OI, torch.ones(2, 1), 32)
+    halves = Fp8Matrix(values_OI, torch.ones(2, 2), 16)
+    assert stack_fp8([whole, halves]) is None
