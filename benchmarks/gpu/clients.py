@@ -117,7 +117,7 @@ def serve_commands(pipe: Connection, target: Target, streams: Sequence[int]) -> 
     while True:
         try:
             turn, limit_s = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         requests = [request_of(target, stream, name, turn) for stream, name in names.items()]
         gc.collect()
