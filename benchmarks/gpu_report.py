@@ -49,6 +49,7 @@ SECTIONS = {
     "attention": Section("benchmarks.gpu.attention:run", 240),
     "tiers": Section("benchmarks.gpu.tiers:run", 60),
     "sessions": Section("benchmarks.gpu.sessions:run", 540),
+    "served": Section("benchmarks.gpu.served:run", 240),
     "operators": Section("benchmarks.gpu.operators:run", 180),
     "checks": Section("benchmarks.gpu.checks:run", 420),
     "tune": Section("benchmarks.gpu.tune:run", 480, by_default=False),
@@ -77,7 +78,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="checks: suites instead of the usual ones, by commas; paths of a suite by spaces",
     )
     parser.add_argument(
-        "--model", choices=["8b", "1b", "tiny"], help="decode and sessions; default 8b, dry tiny"
+        "--model", choices=["8b", "1b", "tiny"], help="decode, sessions and served; default 8b, dry tiny"
     )
     parser.add_argument("--sessions", type=int, help="sessions at a time; default 64")
     parser.add_argument("--turns", type=int, help="of a session; default 20")

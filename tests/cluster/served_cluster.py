@@ -63,7 +63,8 @@ def as_shipped(document: dict[str, Any]) -> None:
 
 class ServedCluster:
     """`kedge serve` in a process group of its own, with a token. `edit` changes the parsed config before it is written.
-    Entries put into `environment` and `options` before `start` are added to those of `kedge serve`."""
+    Entries put into `environment` and `options` before `start` are added to those of `kedge serve`. `kedge` is its
+    command, and may be replaced where it is not installed."""
 
     def __init__(self, config: Path, edit: Edit = as_shipped) -> None:
         # Ray's sockets need a short path. pytest's own directories are too long.
@@ -81,6 +82,8 @@ class ServedCluster:
         self.log = self.directory / "log"
         self.environment: dict[str, str] = {}
         self.options: list[str] = []
+        self.kedge = [str(Path(sys.executable).with_name("kedge"))]
+        self.start_timeout_s = START_TIMEOUT_S
         self.token = secrets.token_hex(16)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -112,10 +115,9 @@ class ServedCluster:
         for name in ("RAY_ADDRESS", "RAY_AUTH_MODE"):
             environment.pop(name, None)
         environment |= self.environment
-        kedge = Path(sys.executable).with_name("kedge")
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [str(kedge), "serve", str(self.config), *self.options],
+                [*self.kedge, "serve", str(self.config), *self.options],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -124,11 +126,16 @@ class ServedCluster:
                 start_new_session=True,
             )
         try:
-            eventually(self._all_replicas_up, START_TIMEOUT_S, 0.25)
+            eventually(self._all_replicas_up, self.start_timeout_s, 0.25)
         except AssertionError as error:
             log = self.log_text()
             self.stop()
             raise AssertionError(f"the cluster did not start ({error}):\n{log[-4000:]}") from error
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     def stop(self) -> None:
         """Sends SIGINT, as a user would, and then SIGKILL to what is left of the group."""
