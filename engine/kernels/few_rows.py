@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.early_launch import early_options, let_next_start, wait_for_previous
+
 MOST_ROWS = 16
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -76,15 +78,16 @@ def multiply_few(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tiles: 
         BLOCK_N=8 if rows <= 8 else 16,
         BLOCK_O=tiles.block_o,
         BLOCK_I=tiles.block_i,
-        COMPUTE=_compute_dtype(x_NI),
+        COMPUTE=compute_dtype(x_NI),
         HAS_BIAS=bias_O is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **early_options(x_NI.device),
     )
     return out_NO
 
 
-def _compute_dtype(x_NI: Tensor) -> tl.dtype:
+def compute_dtype(x_NI: Tensor) -> tl.dtype:
     """The dtype of products. The interpreter multiplies bfloat16's bits as if they were integers, so it gets
     float32."""
     if x_NI.dtype == torch.bfloat16 and x_NI.device.type == "cpu":
@@ -108,6 +111,7 @@ def multiply_rows(
     BLOCK_I: tl.constexpr,
     COMPUTE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid: blocks of BLOCK_O outputs; outputs past the end read the last one's weights again. There are two sums, each
     of every other block of inputs: two chains of products that do not wait for each other."""
@@ -120,12 +124,14 @@ def multiply_rows(
     x_IN = x_NI + at_N[None, :].to(tl.int64) * x_stride + at_I[:, None]
     sum_ON = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
     other_ON = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+    wait_for_previous(EARLY)
     for first in range(0, inputs, 2 * BLOCK_I):
         second = first + BLOCK_I
         sum_ON = add_block(sum_ON, weights_OI + first, x_IN + first, at_I < inputs - first, inside_N, COMPUTE)
         inside_I = at_I < inputs - second
         other_ON = add_block(other_ON, weights_OI + second, x_IN + second, inside_I, inside_N, COMPUTE)
     sum_ON += other_ON
+    let_next_start(EARLY)
     if HAS_BIAS:
         sum_ON += tl.load(bias_O + row_O)[:, None].to(tl.float32)
     to_ON = out_NO + at_N[None, :].to(tl.int64) * outputs + at_O[:, None]

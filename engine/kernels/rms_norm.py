@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.early_launch import early_options, let_next_start, wait_for_previous
+
 SMALL_ROW = 512
 """A program takes several rows if they are shorter than this."""
 
@@ -55,6 +57,7 @@ def rms_norm(x_NGE: Tensor, weight_GE: Tensor, eps: float, delta_NGE: Tensor | N
         ROWS=rows,
         HAS_DELTA=delta_NGE is not None,
         num_warps=min(max(rows * block // 512, 1), 16),
+        **early_options(x_NGE.device),
     )
     return out_NGE
 
@@ -77,6 +80,7 @@ def norm_rows(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid: blocks of ROWS rows. Each thread takes 16 numbers: two accesses of 16 bytes in bfloat16, four in
     float32."""
@@ -86,8 +90,10 @@ def norm_rows(
     at_E = tl.arange(0, BLOCK)
     inside_RE = (rows_R < num_rows)[:, None] & (at_E < SIZE)[None, :]
     from_RE = x_NGE + (token_R * x_stride_token + group_R * x_stride_group)[:, None] + at_E[None, :]
-    x_RE = tl.load(from_RE, inside_RE, 0.0)
     weight_RE = tl.load(weight_GE + (group_R * weight_stride)[:, None] + at_E[None, :], inside_RE, 0.0)
+    wait_for_previous(EARLY)
+    let_next_start(EARLY)
+    x_RE = tl.load(from_RE, inside_RE, 0.0)
     if HAS_DELTA:
         delta_at_R = token_R * delta_stride_token + group_R * delta_stride_group
         delta_RE = tl.load(delta_NGE + delta_at_R[:, None] + at_E[None, :], inside_RE, 0.0)

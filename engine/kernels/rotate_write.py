@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.attention.interface import KVTarget
+from engine.kernels.early_launch import early_options, let_next_start, wait_for_previous
 from engine.kernels.kv_write import quantise
 from engine.kernels.rotary import FUSES, PROGRAM_SIZE, turn
 
@@ -61,6 +62,7 @@ def rotate_and_write(
         HAS_SCALES=scales_L2KS is not None,
         num_warps=min(max(per_program * block // 256, 1), 4),
         enable_fp_fusion=FUSES,
+        **early_options(qkv_NAD.device),
     )
 
 
@@ -84,9 +86,12 @@ def rotate_write_heads(
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid: tokens, blocks of HEADS heads. `pool` and `scales` are one layer, as in write_kv; a token whose slot is
     negative is not written."""
+    wait_for_previous(EARLY)
+    let_next_start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     heads_B = tl.program_id(1) * HEADS + tl.arange(0, HEADS)

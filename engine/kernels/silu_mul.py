@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.early_launch import early_options, let_next_start, wait_for_previous
+
 FEW_TOKENS = 256
 """Up to this many tokens a program takes a smaller block, so that there is work for the whole GPU."""
 
@@ -29,18 +31,26 @@ def silu_mul(gate_up_N2F: Tensor) -> Tensor:
         return out_NF
     block = 1024 if tokens <= FEW_TOKENS else 2048
     silu_mul_rows[(tokens, triton.cdiv(double // 2, block))](
-        gate_up_N2F, out_NF, gate_up_N2F.stride(0), double // 2, BLOCK=block, num_warps=4
+        gate_up_N2F,
+        out_NF,
+        gate_up_N2F.stride(0),
+        double // 2,
+        BLOCK=block,
+        num_warps=4,
+        **early_options(gate_up_N2F.device),
     )
     return out_NF
 
 
 @triton.jit
-def silu_mul_rows(gate_up_N2F, out_NF, row_stride, size, BLOCK: tl.constexpr):
+def silu_mul_rows(gate_up_N2F, out_NF, row_stride, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Grid: tokens, blocks of BLOCK features: 8 or 16 per thread, in accesses of 16 bytes."""
     token = tl.program_id(0).to(tl.int64)
     at_F = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside_F = at_F < size
     row_F = gate_up_N2F + token * row_stride
+    wait_for_previous(EARLY)
+    let_next_start(EARLY)
     gate_F = tl.load(row_F + at_F, inside_F, 0.0).to(tl.float32)
     up_F = tl.load(row_F + size + at_F, inside_F, 0.0).to(tl.float32)
     product_F = gate_F * tl.sigmoid(gate_F) * up_F

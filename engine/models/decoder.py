@@ -17,7 +17,7 @@ from engine.attention.interface import AttentionStep, LayerTraits, OpenStep
 from engine.models.config import ModelSpec
 from engine.models.fp8_matrix import Fp8Linears, Fp8Matrix, Fp8Source, stack_fp8
 from engine.models.layers import RotaryTable, interleave_rotary
-from engine.models.linear import GatedLinears, Linear, LinearFactory
+from engine.models.linear import ActivatedLinear, GatedLinears, Linear, LinearFactory
 from engine.models.ops import DecoderOps, WritingRotation
 from engine.models.shares import vocabulary_share
 from engine.models.weights import WeightSource
@@ -140,15 +140,6 @@ class Decoder:
         return self._ranks.join(self.head(self._norm(hidden_RE)))[:, : self._vocab_size]
 
 
-class _Gated:
-    def __init__(self, gate_up: Linear, ops: DecoderOps) -> None:
-        self._gate_up = gate_up
-        self._silu_mul = ops.silu_mul
-
-    def __call__(self, x_NE: Tensor) -> Tensor:
-        return self._silu_mul(self._gate_up(x_NE))
-
-
 class LayerWeights:
     """Reads one layer's tensors and fuses those that are applied to the same input."""
 
@@ -195,7 +186,7 @@ class LayerWeights:
     def gated(self, ops: DecoderOps) -> Linear:
         names, has_bias, none = ["mlp.gate_proj", "mlp.up_proj"], self._spec.mlp_bias, frozenset[str]()
         if not isinstance(self._make_linear, GatedLinears):
-            return _Gated(self._fused(names, has_bias, none), ops)
+            return ActivatedLinear(self._fused(names, has_bias, none), ops.silu_mul)
         bias_O = self._stack(names, "bias", none) if has_bias else None
         return self._make_linear.gated(self._stack(names, "weight", none), bias_O)
 

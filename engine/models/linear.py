@@ -58,6 +58,17 @@ class GatedLinears(Protocol):
         """silu(gate) * up, O / 2 features wide; the gate is the first half of the outputs."""
 
 
+class ActivatedLinear:
+    """A product, and then `activate` as an operator of its own: [N, O] to [N, O / 2]."""
+
+    def __init__(self, gate_up: Linear, activate: Callable[[Tensor], Tensor]) -> None:
+        self._gate_up = gate_up
+        self._activate = activate
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        return self._activate(self._gate_up(x_NI))
+
+
 class PlainLinear:
     """The reference: one call of torch's own linear."""
 

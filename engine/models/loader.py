@@ -22,7 +22,7 @@ from engine.device import (
 )
 from engine.models.config import ModelSpec, parse_spec, read_config, read_json
 from engine.models.decoder import Decoder
-from engine.models.device_linear import FixedLinears, Linears, MeasuredLinears, choose_linears
+from engine.models.device_linear import FixedLinears, Linears, MeasuredGated, choose_linears
 from engine.models.errors import UnsupportedModel
 from engine.models.fingerprint import checkpoint_fingerprint, dummy_fingerprint
 from engine.models.fp8_matrix import Fp8Linears
@@ -158,7 +158,7 @@ def _load_native(
 
 def _keeping_fp8(linears: Linears, device: torch.device, dtype: torch.dtype) -> Linears:
     """Only where products are measured, since Triton runs there, and on a card that converts fp8."""
-    if not isinstance(linears, MeasuredLinears) or (compute_capability(device) or 0) < FIRST_WITH_FP8:
+    if not isinstance(linears, MeasuredGated) or (compute_capability(device) or 0) < FIRST_WITH_FP8:
         return linears
     from engine.models.fp8_linear import KeepingLinears  # needs Triton
 

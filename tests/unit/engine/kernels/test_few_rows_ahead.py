@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 
 from engine.kernels.few_rows import TILES, RowTiles
+from engine.kernels.gated_rows import GATED_TILES
 from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, Build, Compiler, Report
 
 MULTIPROCESSORS = 132
@@ -34,12 +36,25 @@ def product(tiles: RowTiles, dtype: str, capability: int, block_n: int, has_bias
             "BLOCK_I": tiles.block_i,
             "COMPUTE": {"bf16": "tl.bfloat16", "fp16": "tl.float16"}[dtype],
             "HAS_BIAS": has_bias,
+            "EARLY": capability >= 90,
         },
         capability,
         pointers + sizes,
         tiles.num_warps,
         tiles.num_stages,
         texts=True,
+    )
+
+
+def gated(tiles: RowTiles, dtype: str, capability: int, block_n: int) -> Build:
+    """multiply_gated_rows has the same arguments, but for the size of a half."""
+    like = product(tiles, dtype, capability, block_n, has_bias=block_n == 16)
+    names = {"outputs": "size", "out_NO": "out_NF"}
+    return replace(
+        like,
+        kernel="engine.kernels.gated_rows:multiply_gated_rows",
+        signature={names.get(name, name): kind for name, kind in like.signature.items()},
+        divisible=[names.get(name, name) for name in like.divisible],
     )
 
 
@@ -72,6 +87,21 @@ def test_weights_are_copied_16_bytes_at_a_time(reports: list[tuple[RowTiles, Bui
         assert re.search(r"\bH(G?)MMA\b", report.sass), one
         loads = re.findall(r"\bLDG\.\S+", report.sass)
         assert len(loads) <= (2 if one.constants["HAS_BIAS"] else 0), (one, loads)
+
+
+def test_gated_rows_neither_spill_nor_leave_the_copies(compiler: Compiler) -> None:
+    cases = [
+        gated(tiles, dtype, capability, block_n)
+        for tiles, (dtype, capability), block_n in itertools.product(
+            GATED_TILES, (("fp16", 80), ("bf16", 90)), (8, 16)
+        )
+    ]
+    for one, report in zip(cases, compiler.build(cases), strict=True):
+        assert report.spilled_bytes <= MOST_SPILLED, one
+        assert report.fits(one.capability), one
+        assert re.search(r"\bLDGSTS\S*\.128", report.sass), one
+        assert re.search(r"\bH(G?)MMA\b", report.sass), one
+        assert ("griddepcontrol" in report.ptx) == (one.capability >= 90), one
 
 
 def test_enough_is_on_its_way(reports: list[tuple[RowTiles, Build, Report]]) -> None:

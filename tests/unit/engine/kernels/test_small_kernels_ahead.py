@@ -31,7 +31,7 @@ def norm(dtype: str, capability: int, size: int, block: int, rows: int, num_warp
         dict.fromkeys(pointers, f"*{dtype}")
         | {"eps": "fp32", "num_rows": "i32", "groups": "i32"}
         | dict.fromkeys(strides, "i32"),
-        {"SIZE": size, "BLOCK": block, "ROWS": rows, "HAS_DELTA": True},
+        {"SIZE": size, "BLOCK": block, "ROWS": rows, "HAS_DELTA": True, "EARLY": capability >= 90},
         capability,
         pointers + strides,
         num_warps,
@@ -67,7 +67,7 @@ def rotation_into(dtype: str, capability: int, pool: str, has_norm: bool) -> Bui
     return Build(
         "engine.kernels.rotate_write:rotate_write_heads",
         signature | {"eps": "fp32"},
-        {**sizes, "HAS_NORM": has_norm, "HAS_SCALES": pool == "fp8e4nv"},
+        {**sizes, "HAS_NORM": has_norm, "HAS_SCALES": pool == "fp8e4nv", "EARLY": capability >= 90},
         capability,
         tuple(signature),
         texts=True,
@@ -78,7 +78,7 @@ def silu(dtype: str, capability: int, block: int) -> Build:
     return Build(
         "engine.kernels.silu_mul:silu_mul_rows",
         {"gate_up_N2F": f"*{dtype}", "out_NF": f"*{dtype}", "row_stride": "i32", "size": "i32"},
-        {"BLOCK": block},
+        {"BLOCK": block, "EARLY": capability >= 90},
         capability,
         ("gate_up_N2F", "out_NF", "row_stride", "size"),
         texts=True,

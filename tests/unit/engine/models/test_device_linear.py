@@ -16,9 +16,9 @@ from torch import Tensor
 from engine.cpu.library import Kernels, NoKernels, find_kernels
 from engine.cpu.matrix import PackedLinears, PackedMatrix
 from engine.models import device_linear
-from engine.models.device_linear import ROWS, FixedLinears, MeasuredLinears, choose_linears
+from engine.models.device_linear import ROWS, FixedLinears, MeasuredGated, MeasuredLinears, choose_linears
 from engine.models.errors import UnsupportedModel
-from engine.models.linear import CastingLinear, Linear, LinearFactory, PlainLinear, SplitLinear
+from engine.models.linear import CastingLinear, GatedLinears, Linear, LinearFactory, PlainLinear, SplitLinear
 from engine.models.loader import load_model
 from engine.settings import ModelSettings
 from tests.unit.engine.cpu.builds import every_build, kernels_of
@@ -147,9 +147,13 @@ def test_weights_of_zeros_are_no_reason_to_pass_over() -> None:
     assert linears.describe()["linear"] == "4x6: a 1-16"
 
 
-def test_what_each_device_gets() -> None:
+def test_what_each_device_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     half, wide = torch.bfloat16, torch.float32
-    assert isinstance(choose_linears("auto", GPU, half, half), MeasuredLinears)
+    early_launch = pytest.importorskip("engine.kernels.early_launch")
+    monkeypatch.setattr(early_launch, "early_options", lambda _: {"EARLY": True})
+    for trouble, kind in ((None, MeasuredGated), ("no compiler", MeasuredLinears)):
+        monkeypatch.setattr(device_linear, "triton_trouble", lambda _, trouble=trouble: trouble)
+        assert isinstance(choose_linears("auto", GPU, half, half), kind)
     asked = choose_linears("torch", GPU, half, half)
     assert isinstance(asked, FixedLinears)
     assert asked.describe() == {"linear": "torch", "linear_reason": "it was asked for"}
@@ -159,6 +163,17 @@ def test_what_each_device_gets() -> None:
     assert isinstance(other(weight_OI, None), PlainLinear)
     assert isinstance(choose_linears("torch", CPU, wide, wide)(weight_OI, None), PlainLinear)
     assert isinstance(choose_linears("torch", CPU, half, wide)(weight_OI.to(half), None), CastingLinear)
+
+
+def test_gated_products_are_measured_apart() -> None:
+    called: list[str] = []
+    plain, gated = make(Times((1, 2, 2)), called), make(Times((2, 2, 1)), called)
+    linears = MeasuredGated(plain, gated)
+    assert isinstance(linears, GatedLinears)
+    assert used(linears(torch.rand(4, 6), None), called, 1) == "torch"
+    assert used(linears.gated(torch.rand(4, 6), None), called, 1) == "b"
+    about = linears.describe()
+    assert (about["linear"], about["gated_linear"]) == ("4x6: torch 1-16", "4x6: b 1-16")
 
 
 @every_build
