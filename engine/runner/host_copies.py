@@ -1,6 +1,7 @@
 """Copies of KV pages in host memory and on disk, made and read back by threads beside the engine's steps.
 
 On a GPU the copies go through pinned memory, on streams of their own that first wait for the steps issued before them.
+While one piece is on its way over the link, its neighbour is gathered from the pages, or spread to them.
 On a CPU they are plain copies, during which torch releases the GIL. Files have threads of their own, so that a copy to
 or from host memory never waits for the disk, nor a read for a write.
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cache.tiers import PoolPages
-from engine.device import CopyStream, pinned, send
+from engine.device import CopyStream, Relay, pinned, send
 from engine.runner.disk_store import DiskStore
 from engine.runner.host_blocks import BLOCK_BYTES, HostBlocks
 from engine.runner.kv_pool import KVPool, PagedKV
@@ -26,7 +27,7 @@ from engine.runner.kv_pool import KVPool, PagedKV
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = BLOCK_BYTES
-"""The most that is gathered at once, and so the device memory that a copy of any size takes."""
+"""The most that is gathered at once. A copy of any size takes device memory for three of them."""
 
 _PAGE_DIM = 3
 
@@ -74,7 +75,7 @@ class HostCopies:
         self._window = [] if window is None else _by_page(window)
         self._saved: dict[int, list[Tensor]] = {}
         self._disk = disk
-        device = full[0].kv_L2KSD.device
+        self._device = device = full[0].kv_L2KSD.device
         self._blocks = blocks or HostBlocks(0, device)
         self._host_lane = CopyLane("kedge-kv-copies", device)
         self._write_lane = CopyLane("kedge-kv-writes", device)
@@ -97,9 +98,11 @@ class HostCopies:
         def copy() -> None:
             copies: list[Tensor] = []
             try:
-                for pool_L2KPpD, piece_n in _on_device(pieces):
-                    part = pool_L2KPpD.index_select(_PAGE_DIM, piece_n)
-                    copies.append(self._blocks.copy_of(part))
+                with Relay(self._device) as relay:
+                    for pool_L2KPpD, piece_n in _on_device(pieces):
+                        part = pool_L2KPpD.index_select(_PAGE_DIM, piece_n)
+                        with relay.second_half(part):
+                            copies.append(self._blocks.copy_of(part))
             except BaseException:
                 self._blocks.give_back(copies)
                 raise
@@ -170,9 +173,13 @@ def _log_failure(removed: Future[None]) -> None:
 
 def _fill(pieces: Sequence[Piece], parts: Iterable[Tensor]) -> None:
     """Fills pages from host memory [L, 2, K, n, p, D]."""
-    for (pool_L2KPpD, piece_n), host_L2KnpD in zip(_on_device(pieces), parts, strict=True):
-        part_L2KnpD = host_L2KnpD.to(pool_L2KPpD.device, non_blocking=True)
-        pool_L2KPpD.index_copy_(_PAGE_DIM, piece_n, part_L2KnpD)
+    if not pieces:
+        return
+    with Relay(pieces[0][0].device) as relay:
+        for (pool_L2KPpD, piece_n), host_L2KnpD in zip(_on_device(pieces), parts, strict=True):
+            part_L2KnpD = host_L2KnpD.to(pool_L2KPpD.device, non_blocking=True)
+            with relay.second_half(part_L2KnpD):
+                pool_L2KPpD.index_copy_(_PAGE_DIM, piece_n, part_L2KnpD)
 
 
 def _on_device(pieces: Sequence[Piece]) -> list[Piece]:
