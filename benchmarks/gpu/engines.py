@@ -172,7 +172,12 @@ class Bench:
         dtype: DTypeName = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
         device: DeviceName = "cuda" if self.device.type == "cuda" else "cpu"
         model = ModelSettings(
-            str(self.folder), load_format="dummy", dtype=dtype, device=device, seed=self.seed
+            str(self.folder),
+            load_format="dummy",
+            dtype=dtype,
+            device=device,
+            seed=self.seed,
+            keep_fp8=self.fp8 and device == "cuda",
         )
         cache = CacheSettings(page_size=PAGE_SIZE, num_pages=-(-kv_tokens // PAGE_SIZE), kv_dtype=kv_dtype)
         self._clear()

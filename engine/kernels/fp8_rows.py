@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.early_launch import early_options, let_next_start, wait_for_previous
+
 MOST_ROWS = 256
 LEAST_BLOCK = 16
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -88,6 +90,7 @@ def multiply_fp8(
         HAS_BIAS=bias_O is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **early_options(x_NI.device),
     )
     return out_NO
 
@@ -121,6 +124,7 @@ def multiply_scaled_rows(
     BITS: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid: blocks of BLOCK_O outputs, blocks of BLOCK_N rows. Outputs past the end read the last one's weights again.
     BLOCK_I divides `columns`, unless a row has one scale."""
@@ -133,6 +137,7 @@ def multiply_scaled_rows(
     from_IN = x_NI + at_N[None, :].to(tl.int64) * x_stride + at_I[:, None]
     from_O = scales_OB + row_O * blocks
     sum_ON = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+    wait_for_previous(EARLY)
     for first in range(0, inputs, BLOCK_I):
         inside_I = at_I < inputs - first
         block_OI = widen(tl.load(from_OI + first, inside_I[None, :], 0.0), COMPUTE, BITS)
@@ -142,6 +147,7 @@ def multiply_scaled_rows(
         else:
             scale_O = tl.load(from_O + first // columns)
             sum_ON += tl.dot(block_OI, rows_IN, input_precision="ieee") * scale_O[:, None]
+    let_next_start(EARLY)
     if ONE_BLOCK:
         sum_ON *= tl.load(from_O)[:, None]
     if HAS_BIAS:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -111,12 +112,13 @@ class MeasuredLinears:
         dtype: torch.dtype,
         device: torch.device,
         makes: Mapping[str, Callable[[], Linear]],
+        most_rows: Mapping[str, int] = MappingProxyType({}),
     ) -> Linear:
         """The quickest of `makes` for one matrix: its outputs, inputs and whether there is a bias. `dtype` is that of
-        rows."""
+        rows. Those in `most_rows` are not tried for more."""
         if shape not in self._chosen:
             begin_s = time.perf_counter()
-            self._chosen[shape] = self._quickest(shape[1], dtype, device, makes)
+            self._chosen[shape] = self._quickest(shape[1], dtype, device, makes, most_rows)
             self._spent_s += time.perf_counter() - begin_s
         chosen = self._chosen[shape]
         made = {name: makes[name]() for name in {TORCH, *chosen}}
@@ -137,7 +139,12 @@ class MeasuredLinears:
         return {"linear": "; ".join(shapes), "linear_reason": "; ".join(reasons)}
 
     def _quickest(
-        self, inputs: int, dtype: torch.dtype, device: torch.device, makes: Mapping[str, Callable[[], Linear]]
+        self,
+        inputs: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        makes: Mapping[str, Callable[[], Linear]],
+        most_rows: Mapping[str, int],
     ) -> list[str]:
         generator = torch.Generator(device).manual_seed(1)
         x_NI = torch.randn((self._rows[-1], inputs), generator=generator, dtype=dtype, device=device)
@@ -145,13 +152,15 @@ class MeasuredLinears:
         linears |= {
             name: linear
             for name, make in makes.items()
-            if name != TORCH and self._agrees(name, linear := make(), linears[TORCH], x_NI)
+            if name != TORCH
+            and self._agrees(name, linear := make(), linears[TORCH], x_NI[: most_rows.get(name)])
         }
         chosen = []
         for rows in self._rows:
-            times_s = self._timer([partial(linear, x_NI[:rows]) for linear in linears.values()])
+            tried = {name: linear for name, linear in linears.items() if rows <= most_rows.get(name, rows)}
+            times_s = self._timer([partial(linear, x_NI[:rows]) for linear in tried.values()])
             times_s[0] *= self._better
-            chosen.append(min(zip(times_s, linears, strict=True))[1])
+            chosen.append(min(zip(times_s, tried, strict=True))[1])
         return chosen
 
     def _agrees(self, name: str, linear: Linear, reference: Linear, x_NI: Tensor) -> bool:

@@ -1,25 +1,43 @@
-"""Products with matrices held in fp8, on a GPU: by a kernel that reads the bytes, or by torch after the matrix was
-multiplied out to memory that all matrices of a model share. The quickest for each number of rows is found by timing.
+"""Products with matrices held in fp8, on a GPU: by one of two kernels that read the bytes, or by torch after the matrix
+was multiplied out to memory that all matrices of a model share. The quickest is found by timing, for each number of
+rows.
 
 Legend: N rows of input, I input features, O output features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kernels.fp8_rows import TILES, Fp8Tiles, fits, multiply_fp8, multiply_out
+from engine.kernels.fp8_few_rows import ROW_TILES, SUMS_ROWS, multiply_fp8_sums, sums_fit
+from engine.kernels.fp8_rows import MOST_ROWS, TILES, fits, multiply_fp8, multiply_out
 from engine.models.device_linear import TORCH, Linears, MeasuredLinears, Timer
 from engine.models.fp8_matrix import Fp8Matrix
 from engine.models.linear import Linear
 
 FP8_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of rows that are timed; for more, matrices are multiplied out."""
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, int, Tensor | None], Tensor]
+"""Rows, values, scales, inputs of a scale and bias to products."""
+
+
+def kernels(matrix: Fp8Matrix) -> Iterator[tuple[str, int, Kernel]]:
+    """Those that can multiply with the matrix: name, most rows, and the function."""
+    inputs, blocks = matrix.values_OI.shape[1], matrix.scales_OB.shape[1]
+    if sums_fit(inputs, matrix.columns, blocks):
+        for row in ROW_TILES:
+            name = f"fp8_sums_{row.block_o}x{row.num_warps}"
+            yield name, SUMS_ROWS, partial(multiply_fp8_sums, tiles=row)
+    if fits(matrix.columns, blocks):
+        for tiles in TILES:
+            yield f"fp8_{tiles.block_o}x{tiles.block_n}", MOST_ROWS, partial(multiply_fp8, tiles=tiles)
 
 
 class Scratch:
@@ -55,19 +73,17 @@ class ScratchLinear:
         return F.linear(x_NI, weight_OI, self._bias_O)
 
 
-class Fp8RowsLinear:
-    """The kernel."""
+class Fp8KernelLinear:
+    """`kernel` is multiply_fp8 or multiply_fp8_sums, with its tiles."""
 
-    def __init__(self, matrix: Fp8Matrix, bias_O: Tensor | None, tiles: Fp8Tiles) -> None:
+    def __init__(self, matrix: Fp8Matrix, bias_O: Tensor | None, kernel: Kernel) -> None:
         self._matrix = matrix
         self._bias_O = bias_O
-        self._tiles = tiles
+        self._kernel = kernel
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         matrix = self._matrix
-        return multiply_fp8(
-            x_NI, matrix.values_OI, matrix.scales_OB, matrix.columns, self._bias_O, self._tiles
-        )
+        return self._kernel(x_NI, matrix.values_OI, matrix.scales_OB, matrix.columns, self._bias_O)
 
 
 class KeepingLinears:
@@ -85,12 +101,13 @@ class KeepingLinears:
     def fp8(self, matrix: Fp8Matrix, bias_O: Tensor | None) -> Linear:
         self._kept += 1
         ways: dict[str, Callable[[], Linear]] = {TORCH: partial(ScratchLinear, matrix, bias_O, self._scratch)}
-        if fits(matrix.columns, matrix.scales_OB.shape[1]):
-            for tiles in TILES:
-                ways[f"fp8_{tiles.block_o}x{tiles.block_n}"] = partial(Fp8RowsLinear, matrix, bias_O, tiles)
+        most_rows = {}
+        for name, most, kernel in kernels(matrix):
+            ways[name] = partial(Fp8KernelLinear, matrix, bias_O, kernel)
+            most_rows[name] = most
         outputs, inputs = matrix.values_OI.shape
         shape = outputs, inputs, bias_O is not None
-        return self._measured.choose(shape, self._scratch.dtype, matrix.values_OI.device, ways)
+        return self._measured.choose(shape, self._scratch.dtype, matrix.values_OI.device, ways, most_rows)
 
     def describe(self) -> Mapping[str, str]:
         about = dict(self._plain.describe())

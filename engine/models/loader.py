@@ -91,6 +91,8 @@ def load_model(
     try:
         spec = parse_spec(config)
     except UnsupportedModel as refusal:
+        if settings.keep_fp8:
+            raise UnsupportedModel(f"model.keep_fp8 is for native models ({refusal})") from refusal
         if ranks.size > 1:
             raise UnsupportedModel(
                 f"tensor_parallel {ranks.size}: only native families are shared out to ranks ({refusal})"
@@ -129,8 +131,8 @@ def _load_native(
     weights_dtype = resolve_dtype(settings.dtype, device, CHECKPOINT_DTYPES[whole.checkpoint_dtype])
     dtype = activation_dtype(device, weights_dtype)
     linears = choose(device, weights_dtype, dtype)
-    if whole.fp8 is not None and ranks.size == 1:
-        linears = _keeping_fp8(linears, device, dtype)
+    if settings.keep_fp8:
+        linears = _keeping_fp8(linears, whole, ranks, device, dtype)
     shares, spec = Shares(whole, ranks.rank, ranks.size), whole.shard(ranks.size)
     with torch.inference_mode():
         if settings.load_format == "dummy":
@@ -156,10 +158,25 @@ def _load_native(
     )
 
 
-def _keeping_fp8(linears: Linears, device: torch.device, dtype: torch.dtype) -> Linears:
-    """Only where products are measured, since Triton runs there, and on a card that converts fp8."""
-    if not isinstance(linears, MeasuredGated) or (compute_capability(device) or 0) < FIRST_WITH_FP8:
-        return linears
+def _keeping_fp8(
+    linears: Linears, whole: ModelSpec, ranks: RankGroup, device: torch.device, dtype: torch.dtype
+) -> Linears:
+    """Raises UnsupportedModel. It needs a card that converts fp8, and products that are measured: Triton runs there."""
+    if whole.fp8 is None:
+        raise UnsupportedModel("model.keep_fp8: the checkpoint's matrices are not in fp8")
+    if ranks.size > 1:
+        raise UnsupportedModel("model.keep_fp8: a rank of several multiplies its share out")
+    capability = compute_capability(device)
+    if capability is None or capability < FIRST_WITH_FP8:
+        has = "a CPU" if capability is None else f"one with {capability / 10}"
+        raise UnsupportedModel(
+            f"model.keep_fp8 needs a GPU with compute capability {FIRST_WITH_FP8 / 10}, this is {has}"
+        )
+    if not isinstance(linears, MeasuredGated):
+        reason = linears.describe().get("linear_reason", "they are given")
+        raise UnsupportedModel(
+            f"model.keep_fp8 needs products that are chosen by timing, not torch's: {reason}"
+        )
     from engine.models.fp8_linear import KeepingLinears  # needs Triton
 
     return KeepingLinears(linears, dtype, partial(seconds_of_each, device))

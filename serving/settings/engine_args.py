@@ -43,7 +43,7 @@ class ModelArgs(StrictModel):
     tag or branch there. `tool_calls` is the format of its function calls, `reasoning` that of its thoughts; `auto` is
     what its chat template has.
     `generation_config`: whether the file of this name beside the weights gives the defaults of sampling. `aliases` are
-    names that requests may give the model beside its own."""
+    names that requests may give the model beside its own. `keep_fp8`: see engine.settings.ModelSettings."""
 
     path: NotEmpty
     name: str | None = None
@@ -57,6 +57,7 @@ class ModelArgs(StrictModel):
     revision: NotEmpty | None = None
     generation_config: Annotated[Literal["auto", "off"], BeforeValidator(_yaml_off)] = "auto"
     aliases: list[NotEmpty] = Field(default_factory=list)
+    keep_fp8: bool = False
 
     @field_validator("path")
     @classmethod
@@ -98,6 +99,7 @@ class ModelArgs(StrictModel):
             seed=self.seed,
             num_threads=self.num_threads,
             revision=self.revision,
+            keep_fp8=self.keep_fp8,
         )
 
 
@@ -258,8 +260,22 @@ class ExecutionArgs(StrictModel):
                 reasons.append(
                     f"attention 'flash' needs a cache.page_size that is a multiple of 16, not {cache.page_size}"
                 )
+        if model is not None and model.keep_fp8:
+            reasons += self._against_fp8(model)
         if self.deterministic:
             reasons += self._against_determinism(model)
+        return reasons
+
+    def _against_fp8(self, model: ModelArgs) -> list[str]:
+        reasons = []
+        if model.device == "cpu":
+            reasons.append("model.keep_fp8 needs a GPU, model.device is 'cpu'")
+        if model.dtype == "float32":
+            reasons.append("model.keep_fp8 multiplies bfloat16 and float16, model.dtype is 'float32'")
+        if self.linear != "auto":
+            reasons.append(f"model.keep_fp8 needs linear 'auto', not {self.linear!r}")
+        if self.tensor_parallel > 1:
+            reasons.append(f"model.keep_fp8 needs tensor_parallel 1, not {self.tensor_parallel}")
         return reasons
 
     def _against_determinism(self, model: ModelArgs | None) -> list[str]:

@@ -21,6 +21,12 @@ def draw(device: torch.device, outputs: int, inputs: int, columns: int) -> Fp8Ma
     return Fp8Matrix(values_OI, scales_OB, columns)
 
 
+def every_number(device: torch.device) -> tuple[Tensor, Tensor]:
+    """A diagonal matrix [O, I] with every fp8 number but those that are none, and its diagonal [O] in float32."""
+    values_O = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num()
+    return values_O.diag().to(torch.float8_e4m3fn).to(device), values_O.to(device)
+
+
 def check(x_NI: Tensor, matrix: Fp8Matrix, bias_O: Tensor | None, tiles: Fp8Tiles) -> None:
     got_NO = multiply_fp8(x_NI, matrix.values_OI, matrix.scales_OB, matrix.columns, bias_O, tiles)
     weight_OI = matrix.multiplied(torch.float64)
@@ -48,13 +54,11 @@ def test_against_float64(
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_every_number_is_exact(device: torch.device, tiles: Fp8Tiles, dtype: torch.dtype) -> None:
     """Also those below the normal ones, and the largest. Each is multiplied by one."""
-    values_B = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    values_B = torch.where(values_B.float().isnan(), 0.0, values_B.float()).to(torch.float8_e4m3fn)
-    values_OI = torch.zeros(256, 256).fill_diagonal_(1.0).mul(values_B.float()).to(torch.float8_e4m3fn)
+    diagonal_OI, expected_O = every_number(device)
     ones_OB = torch.ones(256, 1, device=device)
     x_NI = torch.ones(1, 256, dtype=dtype, device=device)
-    got_NO = multiply_fp8(x_NI, values_OI.to(device), ones_OB, 256, None, tiles)
-    assert torch.equal(got_NO[0].float().cpu(), values_B.float())
+    got_NO = multiply_fp8(x_NI, diagonal_OI, ones_OB, 256, None, tiles)
+    assert torch.equal(got_NO[0].float(), expected_O)
 
 
 def test_of_no_rows(device: torch.device) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from test_fp8_weights import FORMATS, write_fp8
-from test_loader import load, run_logits
+from test_loader import run_logits
 
+from engine.kernels.fp8_few_rows import ROW_TILES, SUMS_ROWS
 from engine.kernels.fp8_rows import TILES
 from engine.models.config import parse_spec, read_config
 from engine.models.device_linear import FixedLinears
@@ -19,16 +20,18 @@ from engine.models.linear import PlainLinear
 from engine.models.loader import load_model
 from engine.models.shares import Shares
 from engine.models.weights import CheckpointWeights
-from engine.settings import ModelSettings
+from engine.settings import DeviceName, ModelSettings
 
 CPU = torch.device("cpu")
+WAYS = 1 + len(ROW_TILES) + len(TILES)
 
 
 def keeping(quickest: int) -> KeepingLinears:
     """`quickest` is the place of the way that is chosen: 0 is torch's."""
 
     def timer(calls: Sequence[Callable[[], object]]) -> list[float]:
-        return [float(place != quickest) + 1.0 for place in range(len(calls))]
+        passed_over = WAYS - len(calls) if quickest else 0  # the sums, for more rows than they take
+        return [float(place != quickest - passed_over) + 1.0 for place in range(len(calls))]
 
     return KeepingLinears(FixedLinears(PlainLinear, {"linear": "plain"}), torch.float32, timer)
 
@@ -55,22 +58,24 @@ def test_a_rank_multiplies_out(tmp_path: Path) -> None:
     source.close()
 
 
-@pytest.mark.parametrize("quickest", range(len(TILES) + 1))
+@pytest.mark.parametrize("quickest", [0, 1, *range(WAYS - len(TILES), WAYS)])
 @pytest.mark.parametrize("case", ["DeepSeek's blocks", "one scale a matrix", "compressed, channel"])
 def test_the_model_is_the_one_that_is_multiplied_out(tmp_path: Path, case: str, quickest: int) -> None:
     write_fp8(tmp_path, *FORMATS[case])
     linears = keeping(quickest)
-    settings = ModelSettings(path=str(tmp_path), dtype="float32", device="cpu")
-    found, expected = load_model(settings, linears), load(tmp_path, dtype="float32")
+    device: DeviceName = "cuda" if torch.cuda.is_available() else "cpu"
+    settings = ModelSettings(path=str(tmp_path), dtype="float32", device=device)
+    found, expected = load_model(settings, linears), load_model(settings, linear="torch")
     assert found.keeps_fp8
     assert not expected.keeps_fp8
     torch.testing.assert_close(run_logits(found), run_logits(expected), rtol=1e-3, atol=1e-4)
     assert found.about["linear"] == "plain"
-    assert f"1-{FP8_ROWS[-1]}" in found.about["fp8_linear"]
     if quickest == 0 or case == "DeepSeek's blocks":  # its blocks have 24 columns: the kernel takes none such
         assert "fp8_" not in found.about["fp8_linear"]
     else:
-        assert f"fp8_{TILES[quickest - 1].block_o}x" in found.about["fp8_linear"]
+        names = [f"sums_{row.block_o}x{row.num_warps} 1-{SUMS_ROWS}" for row in ROW_TILES]
+        names += [f"{tiles.block_o}x{tiles.block_n} 1-{FP8_ROWS[-1]}" for tiles in TILES]
+        assert f"fp8_{names[quickest - 1]}" in found.about["fp8_linear"]
 
 
 def test_blocks_that_differ_are_not_fused() -> None:

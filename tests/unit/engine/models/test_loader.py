@@ -52,11 +52,11 @@ def run_logits(loaded: LoadedModel) -> torch.Tensor:
     """The logits after three tokens."""
     pool = make_kv_pool(loaded.layout, CacheSettings(1, 8), loaded.dtype, loaded.device)
     step = TorchAttention(pool).begin(
-        [AttentionItem(3, 3, np.arange(3, dtype=np.int32), True)], torch.arange(3)[None]
+        [AttentionItem(3, 3, np.arange(3, dtype=np.int32), True)], torch.arange(3, device=loaded.device)[None]
     )
+    tokens, positions = torch.tensor([4, 5, 6], device=loaded.device), torch.arange(3, device=loaded.device)
     with torch.inference_mode():
-        hidden = loaded.model.forward(torch.tensor([4, 5, 6]), torch.arange(3), step)
-        return loaded.model.logits(hidden)
+        return loaded.model.logits(loaded.model.forward(tokens, positions, step)).cpu()
 
 
 def test_dummy_weights_are_seeded(tmp_path: Path) -> None:
