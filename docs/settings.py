@@ -94,7 +94,7 @@ def _filled(paragraph: str) -> str:
 
 def _rows(operations: str) -> dict[str, Row]:
     """By key."""
-    found = re.findall(r"^\| `([a-z_]+\.[a-z_.]+)` \| (.*?) \| (.*) \|$", operations, re.MULTILINE)
+    found = re.findall(r"^\| `([a-z_]+\.[a-z0-9_.]+)` \| (.*?) \| (.*) \|$", operations, re.MULTILINE)
     return {
         key: Row("none" if default == "–" else default, _elsewhere(meaning))
         for key, default, meaning in found

@@ -64,6 +64,7 @@ def pytest_command(stage: Stage, suite: str, without: list[str], file: Path) -> 
     command = [sys.executable, "-m", "pytest", *suite.split(), "-v", "--tb=short", "--maxfail=40"]
     command += ["--continue-on-collection-errors"]  # the machine may lack a package that few tests need
     command += ["-p", "no:cacheprovider", f"--junit-xml={file}", "-o", "addopts="]
+    command += ["-p", "benchmarks.gpu.failures"]
     command += [f"--ignore={name}" for name in without]
     if not stage.dry and importlib.util.find_spec("xdist") is not None:
         # Kernels compile on the host.

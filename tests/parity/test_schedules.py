@@ -17,9 +17,13 @@ import transformers
 
 from engine.batch import ScheduledBatch
 from engine.models.loader import LoadedModel
-from tests.parity.place import load_here
+from tests.parity.place import DEVICE, load_here
 from tests.parity.schedules import LONGEST, POOLS, Finished, Schedule
 from tests.unit.engine.driver import VOCAB, Driver
+
+TIE = 0.0 if DEVICE.type == "cpu" else 1e-4
+"""How far below the reference's first choice a token's logit may be. A GPU adds up in another order, and the logits of
+these models in float32 are up to 3e-5 from those in float64."""
 
 EMBEDDED = Path(__file__).parents[2] / "assets" / "models" / "kedge-chat"
 
@@ -106,7 +110,7 @@ def assert_greedy(reference: Any, finished: list[Finished]) -> None:
             row, token = logits_TV[position - 1], each.tokens[position]
             best = int(row.argmax())
             gap = float(row[best] - row[token])
-            assert token == best, (
+            assert token == best or gap <= TIE, (
                 f"{each.what}: position {position} is {token}, not {best}; logit gap {gap:.3g}"
             )
 

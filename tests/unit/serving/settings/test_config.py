@@ -294,6 +294,19 @@ def test_conversations_that_cannot_be_durable(sessions: dict[str, object], reaso
         ({"execution": {"deterministic": True, "attention": "torch"}}, "attention 'cpu', not 'torch'"),
         ({"execution": {"deterministic": True, "linear": "torch"}}, "linear 'auto', not 'torch'"),
         ({"execution": {"deterministic": True, "tensor_parallel": 2}}, "tensor_parallel 1, not 2"),
+        (
+            {"model": {**MODEL, "keep_fp8": True, "device": "cpu"}},
+            "keep_fp8 needs a GPU, model.device is 'cpu'",
+        ),
+        ({"model": {**MODEL, "keep_fp8": True, "dtype": "float32"}}, "model.dtype is 'float32'"),
+        (
+            {"model": {**MODEL, "keep_fp8": True}, "execution": {"linear": "torch"}},
+            "linear 'auto', not 'torch'",
+        ),
+        (
+            {"model": {**MODEL, "keep_fp8": True}, "execution": {"tensor_parallel": 2}},
+            "tensor_parallel 1, not 2",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(args: dict[str, object], reason: str) -> None:
@@ -312,6 +325,7 @@ def test_settings_that_contradict_each_other_are_refused(args: dict[str, object]
         {"cache": {"page_size": 1}, "execution": {"attention": "torch"}},
         {"speculation": {"method": "draft", "draft_model": MODEL}, "execution": {"tensor_parallel": 2}},
         {"execution": {"deterministic": True, "attention": "cpu"}, "model": {**MODEL, "device": "cpu"}},
+        {"model": {**MODEL, "keep_fp8": True, "device": "cuda", "dtype": "bfloat16"}},
     ],
 )
 def test_settings_that_agree_are_taken(args: dict[str, object]) -> None:
