@@ -13,6 +13,7 @@ result is the same every time. The matrix units take eight rows in the time of o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -56,8 +57,14 @@ def multiply_few(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tiles: 
     """x @ weight.T + bias in the dtype of x, which must be that of the weights; summed in float32 and rounded once.
     Rows of x and of the weights must be dense. Rows that begin at multiples of 16 numbers are read 16 bytes at a time.
     """
+    return run_rows(multiply_rows, weight_OI.shape[0], x_NI, weight_OI, bias_O, tiles)
+
+
+def run_rows(
+    kernel: Any, outputs: int, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tiles: RowTiles
+) -> Tensor:
+    """Dense [N, outputs] by a kernel with the arguments of multiply_rows."""
     rows, inputs = x_NI.shape
-    outputs = weight_OI.shape[0]
     assert rows <= MOST_ROWS
     assert weight_OI.shape[1] == inputs
     assert x_NI.dtype == weight_OI.dtype
@@ -65,7 +72,7 @@ def multiply_few(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tiles: 
     out_NO = torch.empty((rows, outputs), dtype=x_NI.dtype, device=x_NI.device)
     if rows == 0:
         return out_NO
-    multiply_rows[(triton.cdiv(outputs, tiles.block_o),)](
+    kernel[(triton.cdiv(outputs, tiles.block_o),)](
         x_NI,
         weight_OI,
         weight_OI if bias_O is None else bias_O,

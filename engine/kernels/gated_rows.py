@@ -9,13 +9,12 @@ Legend: N rows of input, I input features, O = 2 * F output features, F inner si
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.early_launch import early_options, let_next_start, wait_for_previous
-from engine.kernels.few_rows import MOST_ROWS, RowTiles, add_block, compute_dtype
+from engine.kernels.early_launch import let_next_start, wait_for_previous
+from engine.kernels.few_rows import RowTiles, add_block, run_rows
 
 GATED_TILES = (RowTiles(32, 128, 4, 4), RowTiles(64, 64, 4, 4))
 """`block_o` is the gate's outputs of a program, which has as many of the other matrix. The quickest is found by timing
@@ -37,35 +36,8 @@ class GatedFewRows:
 def multiply_gated(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tiles: RowTiles) -> Tensor:
     """Dense [N, F] in the dtype of x, which must be that of the weights; computed in float32 and rounded once. Rows of
     x and of the weights must be dense."""
-    rows, inputs = x_NI.shape
-    size = weight_OI.shape[0] // 2
-    assert rows <= MOST_ROWS
-    assert weight_OI.shape == (2 * size, inputs)
-    assert x_NI.dtype == weight_OI.dtype
-    assert weight_OI.stride(1) == x_NI.stride(1) == 1
-    out_NF = torch.empty((rows, size), dtype=x_NI.dtype, device=x_NI.device)
-    if rows == 0:
-        return out_NF
-    multiply_gated_rows[(triton.cdiv(size, tiles.block_o),)](
-        x_NI,
-        weight_OI,
-        weight_OI if bias_O is None else bias_O,
-        out_NF,
-        rows,
-        size,
-        inputs,
-        x_NI.stride(0),
-        weight_OI.stride(0),
-        BLOCK_N=8 if rows <= 8 else 16,
-        BLOCK_O=tiles.block_o,
-        BLOCK_I=tiles.block_i,
-        COMPUTE=compute_dtype(x_NI),
-        HAS_BIAS=bias_O is not None,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **early_options(x_NI.device),
-    )
-    return out_NF
+    assert weight_OI.shape[0] % 2 == 0
+    return run_rows(multiply_gated_rows, weight_OI.shape[0] // 2, x_NI, weight_OI, bias_O, tiles)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from engine.kernels.fp8_few_rows import ROW_TILES, Fp8RowTiles, multiply_fp8_sums, sums_fit
 from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, Build, Compiler
-from tests.unit.engine.kernels.rounding import ROUNDING, assert_rounded_once
-from tests.unit.engine.kernels.test_fp8_rows import draw, every_number
+from tests.unit.engine.kernels.rounding import ROUNDING
+from tests.unit.engine.kernels.test_fp8_rows import check, draw, every_number
 
 TINY = Fp8RowTiles(2, 1)
 """It takes a row of 1,040 inputs in three turns."""
@@ -24,14 +26,7 @@ def test_against_float64(
     matrix = draw(device, 75, 1040, columns)
     x_NI = torch.randn(rows, 1040).to(device, dtype)
     bias_O = torch.randn(75).to(device, dtype) if rows > 1 else None
-    got_NO = multiply_fp8_sums(x_NI, matrix.values_OI, matrix.scales_OB, columns, bias_O, tiles)
-    weight_OI = matrix.multiplied(torch.float64)
-    wide_NO = x_NI.double() @ weight_OI.t()
-    scale_NO = x_NI.double().abs() @ weight_OI.abs().t()
-    if bias_O is not None:
-        wide_NO += bias_O.double()
-        scale_NO += bias_O.double().abs()
-    assert_rounded_once(got_NO, wide_NO, scale_NO)
+    check(x_NI, matrix, bias_O, partial(multiply_fp8_sums, tiles=tiles))
 
 
 @pytest.mark.parametrize("tiles", ROW_TILES, ids=str)
