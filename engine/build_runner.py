@@ -107,7 +107,10 @@ def _load_draft(
         raise UnsupportedModel("speculation with a draft model needs draft_model")
     device = resolve_device(speculation.draft_model.device)
     with memory_for(device, "the draft model", "speculation.draft_model"):
-        draft = load_model(speculation.draft_model, ops=choose_ops(device), linear=linear)
+        try:
+            draft = load_model(speculation.draft_model, ops=choose_ops(device), linear=linear)
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"speculation.draft_model: {error}") from error
     if draft.vocab_size != target.vocab_size:
         raise UnsupportedModel(
             f"the draft model has a vocabulary of {draft.vocab_size} tokens, the model one of {target.vocab_size}"
@@ -142,7 +145,8 @@ def build_runner(
     if draft is not None:
         draft_bytes = draft.layout.page_bytes(draft.layout.num_layers, cache.page_size, draft.dtype)
     pool = make_kv_pool(loaded.layout, cache, loaded.dtype, loaded.device, draft_bytes, room_bytes)
-    attention = attention_of(loaded, pool, execution)
+    with memory_for(loaded.device, "attention beside the KV pool", "cache, execution.attention"):
+        attention = attention_of(loaded, pool, execution)
     blocks = _pinned_blocks(cache.host_size_bytes // ranks.size, loaded.device) if on_gpu else None
     careful = careful_runner(loaded, pool, attention, draft, execution, open_disk(cache), blocks)
     if not on_gpu:

@@ -182,11 +182,12 @@ class CopyStream:
 class Relay:
     """Hands pieces of work from the calling thread's stream to a second one, so that the first half of a piece runs
     beside the second half of the piece before it. The first stream is never more than a piece ahead. On a CPU there is
-    nothing to order."""
+    nothing to order. One thread at a time may be inside."""
 
     def __init__(self, device: torch.device) -> None:
         self._second: torch.cuda.Stream | None = None
-        self._ended: torch.cuda.Event | None = None
+        self._last: tuple[Tensor, torch.cuda.Event] | None = None
+        """A piece whose end the first stream has not been told to wait for: its memory must not be used again."""
         if device.type == "cuda":
             self._second = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -197,6 +198,7 @@ class Relay:
         """The first stream goes on once all pieces are done."""
         if self._second is not None:
             torch.cuda.current_stream(self._second.device).wait_stream(self._second)
+        self._last = None
 
     @contextmanager
     def second_half(self, part: Tensor) -> Iterator[None]:
@@ -205,15 +207,15 @@ class Relay:
         if self._second is None:
             yield
             return
-        first, before = torch.cuda.current_stream(self._second.device), self._ended
+        first = torch.cuda.current_stream(self._second.device)
         self._second.wait_stream(first)
-        part.record_stream(self._second)
+        ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._second):
             yield
-            self._ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._ended.record(self._second)
-        if before is not None:
-            first.wait_event(before)
+            ended.record(self._second)
+        if self._last is not None:
+            first.wait_event(self._last[1])
+        self._last = part, ended
 
 
 def fetch(part: Tensor) -> Tensor:

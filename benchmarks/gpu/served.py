@@ -122,6 +122,9 @@ def engine_alone(stage: Stage, plan: Plan, shape: str, clock: Clock) -> Alone:
             raise TimeoutError("the engine alone took too long")
         answer: Alone | str = ours.recv()
         process.join(SETTLE_S)
+    except EOFError as error:
+        process.join(SETTLE_S)
+        raise RuntimeError(f"the engine's process ended with {process.exitcode}") from error
     finally:
         process.kill()
         process.join()

@@ -126,7 +126,7 @@ def _triton(place: _Place) -> tuple[TableAttention, str]:
         return TritonAttention(place.pool), ""
     from engine.attention.prompt_trial import try_prompts
 
-    prompts, reason = try_prompts(place.pool)
+    prompts, reason = try_prompts(place.pool, place.sinks)
     return TritonAttention(place.pool, prompts=prompts), reason
 
 

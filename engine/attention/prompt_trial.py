@@ -42,10 +42,14 @@ Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
 
 
 def try_prompts(
-    pool: KVPool, timer: Timer | None = None, tokens: int = TOKENS
+    pool: KVPool, sinks: int = 0, timer: Timer | None = None, tokens: int = TOKENS
 ) -> tuple[DensePrompts | None, str]:
-    """What prompts over the pool are left to, and a clause that says why. None: to our own kernels."""
+    """What prompts over the pool are left to, and a clause that says why. None: to our own kernels. `sinks` is the
+    number of heads with attention sinks in the model's layers."""
     device = pool.full.kv_L2KSD.device
+    if sinks or not pool.full.kv_L2KSD.shape[0]:
+        trait = "attention sinks" if sinks else "a window"
+        return None, f"prompts too, as no library's kernels are for layers with {trait}"
     try:
         flash = find_flash_prompts()
         share = _share_of_ours(pool, flash, timer or partial(seconds_of_each, device, fills=FILLS), tokens)

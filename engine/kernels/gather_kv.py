@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["pages_stride"], do_not_specialize_on_alignment=["pages", "kv_lens", "key_starts"]
+)
 def gather_kv(
     dense,
     pool,
@@ -31,7 +33,8 @@ def gather_kv(
     """Grid: blocks of BLOCK_T tokens of the longest item, items, 2 * K heads (keys, then values).
 
     `pool` is one layer [2, K, S, DIM], `scales` [2, K, S] belongs to it; `dense` is [2, K, T, DIM]. Item b's tokens go
-    to key_starts[b] and on. A page below 0 is read as the first: nobody looks at a step of padding.
+    to key_starts[b] and on. A page below 0 is read as the first: nobody looks at a step of padding. The tables of a run
+    begin anywhere in a step's, which must not make a kernel of its own.
     """
     item = tl.program_id(1)
     head = tl.program_id(2).to(tl.int64)

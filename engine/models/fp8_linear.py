@@ -92,14 +92,14 @@ class KeepingLinears:
     def __init__(self, plain: Linears, dtype: torch.dtype, timer: Timer) -> None:
         self._plain = plain
         self._scratch = Scratch(dtype)
-        self._measured = MeasuredLinears({}, timer, FP8_ROWS)
-        self._kept = 0
+        self._timer = timer
+        self._measured: dict[int, MeasuredLinears] = {}
+        """By the number of inputs that share a scale, 0 if each row has one scale: the kernels depend on it."""
 
     def __call__(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return self._plain(weight_OI, bias_O)
 
     def fp8(self, matrix: Fp8Matrix, bias_O: Tensor | None) -> Linear:
-        self._kept += 1
         ways: dict[str, Callable[[], Linear]] = {TORCH: partial(ScratchLinear, matrix, bias_O, self._scratch)}
         most_rows = {}
         for name, most, kernel in kernels(matrix):
@@ -107,10 +107,13 @@ class KeepingLinears:
             most_rows[name] = most
         outputs, inputs = matrix.values_OI.shape
         shape = outputs, inputs, bias_O is not None
-        return self._measured.choose(shape, self._scratch.dtype, matrix.values_OI.device, ways, most_rows)
+        columns = matrix.columns if matrix.scales_OB.shape[1] > 1 else 0
+        measured = self._measured.setdefault(columns, MeasuredLinears({}, self._timer, FP8_ROWS))
+        return measured.choose(shape, self._scratch.dtype, matrix.values_OI.device, ways, most_rows)
 
     def describe(self) -> Mapping[str, str]:
         about = dict(self._plain.describe())
-        if self._kept:
-            about |= {f"fp8_{key}": value for key, value in self._measured.describe().items()}
+        found = [measured.describe() for measured in self._measured.values()]
+        for key in found[0] if found else ():
+            about[f"fp8_{key}"] = "; ".join(each[key] for each in found)
         return about

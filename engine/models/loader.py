@@ -20,6 +20,7 @@ from engine.device import (
     seconds_of_each,
     use_cpu_threads,
 )
+from engine.kernels.choose import triton_trouble
 from engine.models.config import ModelSpec, parse_spec, read_config, read_json
 from engine.models.decoder import Decoder
 from engine.models.device_linear import FixedLinears, Linears, MeasuredGated, choose_linears
@@ -173,7 +174,7 @@ def _keeping_fp8(
             f"model.keep_fp8 needs a GPU with compute capability {FIRST_WITH_FP8 / 10}, this is {has}"
         )
     if not isinstance(linears, MeasuredGated):
-        reason = linears.describe().get("linear_reason", "they are given")
+        reason = triton_trouble(device) or linears.describe().get("linear_reason", "they are given")
         raise UnsupportedModel(
             f"model.keep_fp8 needs products that are chosen by timing, not torch's: {reason}"
         )

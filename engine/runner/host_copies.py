@@ -75,11 +75,12 @@ class HostCopies:
         self._window = [] if window is None else _by_page(window)
         self._saved: dict[int, list[Tensor]] = {}
         self._disk = disk
-        self._device = device = full[0].kv_L2KSD.device
+        device = full[0].kv_L2KSD.device
         self._blocks = blocks or HostBlocks(0, device)
         self._host_lane = CopyLane("kedge-kv-copies", device)
         self._write_lane = CopyLane("kedge-kv-writes", device)
         self._read_lane = CopyLane("kedge-kv-reads", device)
+        self._host_relay, self._read_relay = Relay(device), Relay(device)  # one for each lane
 
     @classmethod
     def of(
@@ -98,7 +99,7 @@ class HostCopies:
         def copy() -> None:
             copies: list[Tensor] = []
             try:
-                with Relay(self._device) as relay:
+                with self._host_relay as relay:
                     for pool_L2KPpD, piece_n in _on_device(pieces):
                         part = pool_L2KPpD.index_select(_PAGE_DIM, piece_n)
                         with relay.second_half(part):
@@ -122,8 +123,10 @@ class HostCopies:
         """Reads from the disk piece by piece, which takes little host memory."""
         disk, pieces = self._disk, self._pieces(pages)
         if disk is not None and key in disk:
-            return self._read_lane.submit(lambda: _fill(pieces, disk.read(key, map(_blank, pieces))))
-        return self._host_lane.submit(lambda: _fill(pieces, self._saved[key]))
+            return self._read_lane.submit(
+                lambda: _fill(self._read_relay, pieces, disk.read(key, map(_blank, pieces)))
+            )
+        return self._host_lane.submit(lambda: _fill(self._host_relay, pieces, self._saved[key]))
 
     def drop(self, key: int) -> None:
         disk = self._disk
@@ -171,11 +174,9 @@ def _log_failure(removed: Future[None]) -> None:
         logger.warning("a file of KV could not be removed, and takes room until this process ends: %s", error)
 
 
-def _fill(pieces: Sequence[Piece], parts: Iterable[Tensor]) -> None:
+def _fill(relay: Relay, pieces: Sequence[Piece], parts: Iterable[Tensor]) -> None:
     """Fills pages from host memory [L, 2, K, n, p, D]."""
-    if not pieces:
-        return
-    with Relay(pieces[0][0].device) as relay:
+    with relay:
         for (pool_L2KPpD, piece_n), host_L2KnpD in zip(_on_device(pieces), parts, strict=True):
             part_L2KnpD = host_L2KnpD.to(pool_L2KPpD.device, non_blocking=True)
             with relay.second_half(part_L2KnpD):

@@ -44,7 +44,7 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = ModuleType("engine.attention.triton_backend")
     backend.TritonAttention = AnyTriton  # type: ignore[attr-defined]
     trial_of_prompts = ModuleType("engine.attention.prompt_trial")
-    trial_of_prompts.try_prompts = lambda _pool: ("a library", "prompts by a library")  # type: ignore[attr-defined]
+    trial_of_prompts.try_prompts = lambda _pool, _sinks: ("a library", "prompts by a library")  # type: ignore[attr-defined]
     for module in (backend, trial_of_prompts):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(trial, "write_one", lambda _device: None)

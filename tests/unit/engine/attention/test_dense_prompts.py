@@ -159,7 +159,7 @@ def test_the_quicker_is_taken(
     seconds: tuple[float, float], taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_trial, "find_flash_prompts", lambda: STAND_IN)
-    found, reason = try_prompts(trial_pool(), lambda _: list(seconds), 48)
+    found, reason = try_prompts(trial_pool(), timer=lambda _: list(seconds), tokens=48)
     assert (found is not None) == taken
     assert f"{seconds[1]:.2f} of the time" in reason
 
@@ -173,6 +173,14 @@ def test_wrong_results_and_failures_are_passed_over(monkeypatch: pytest.MonkeyPa
 
     for call, reason in ((wrong, "other results"), (broken, "RuntimeError: no kernel image")):
         monkeypatch.setattr(prompt_trial, "find_flash_prompts", lambda call=call: FlashPrompts(call, "x"))
-        found, why = try_prompts(trial_pool(), lambda _: [1.0, 0.1], 48)
+        found, why = try_prompts(trial_pool(), timer=lambda _: [1.0, 0.1], tokens=48)
         assert found is None
         assert reason in why
+
+
+def test_layers_that_no_library_takes_hold_no_workspace() -> None:
+    windowed = make_kv_pool(KVLayout(2, 64, (16,)), CacheSettings(16, 2), torch.bfloat16, DEVICE)
+    for pool, sinks, trait in ((windowed, 0, "a window"), (trial_pool(), 4, "attention sinks")):
+        found, why = try_prompts(pool, sinks, tokens=48)
+        assert found is None
+        assert trait in why

@@ -61,6 +61,7 @@ def test_a_rank_multiplies_out(tmp_path: Path) -> None:
     source.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quickest", [0, 1, *range(WAYS - len(TILES), WAYS)])
 @pytest.mark.parametrize("case", ["DeepSeek's blocks", "one scale a matrix", "compressed, channel"])
 def test_the_model_is_the_one_that_is_multiplied_out(tmp_path: Path, case: str, quickest: int) -> None:
