@@ -201,11 +201,11 @@ class Cluster:
             entry = self._ledger.get(key)
             if open_key is None or entry.open_key != open_key:
                 raise SessionExists(f"{named(key)} is open already", "session_id")
-            return _assignment(entry, fresh=False)
+            return self._assignment(entry, fresh=False)
         entry = self._openings.open(
             key, tenant, timeout_s, capacity_tokens, open_key, lambda: self._place(preferred)
         )
-        return _assignment(entry, fresh=True)
+        return self._assignment(entry, fresh=True)
 
     def fork_session(self, parent_id: str, epoch: int, replica_id: str, order: ForkOrder) -> SessionRecord:
         """Starts a session from the first tokens of its parent, at the same replica. The parent's owner calls this
@@ -299,7 +299,7 @@ class Cluster:
             self._move_to(entry, taker := self._replicas.taker(to, replica_id, self._ledger.count_of))
             self.watch.moved(entry, taker, "as an operator asked")
             self._stats.count("moved_by_operators")
-        return _assignment(self._ledger.get(session_id), fresh=to != replica_id)
+        return self._assignment(self._ledger.get(session_id), fresh=to != replica_id)
 
     def close_session(
         self,
@@ -399,7 +399,11 @@ class Cluster:
                 # This only restarts the idle clock: while the log is away, turns still reach a known owner.
                 with suppress(StoreError), self._stats.timed("touch"):
                     self._store.touch(session_id, self._clock())
-        return _assignment(self._ledger.touch(session_id), fresh=claimed or moves)
+        return self._assignment(self._ledger.touch(session_id), fresh=claimed or moves)
+
+    def _assignment(self, entry: LedgerEntry, *, fresh: bool) -> Assignment:
+        age_s = self._clock() - entry.created_s
+        return Assignment(entry.session_id, entry.replica_id, entry.epoch, fresh, entry.open_key, age_s)
 
     def _must_move(self, entry: LedgerEntry) -> bool:
         owner = entry.replica_id
@@ -446,7 +450,3 @@ class Cluster:
     def _rebalancing_by(self, settings: ClusterSettings) -> Rebalancing | None:
         rebalancing = settings.rebalancing
         return None if rebalancing is None else Rebalancing(rebalancing, self._attended)
-
-
-def _assignment(entry: LedgerEntry, *, fresh: bool) -> Assignment:
-    return Assignment(entry.session_id, entry.replica_id, entry.epoch, fresh, entry.open_key)

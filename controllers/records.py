@@ -197,13 +197,15 @@ class ForkedHistory:
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """The owner of a session. `fresh`: this call opened or moved the session, so the owner has not loaded it yet.
-    `open_key` tells it from earlier and later sessions of the same name."""
+    `open_key` tells it from earlier and later sessions of the same name. `age_s`: how long ago it was opened, by the
+    controller's Unix clock (None: the controller's version does not tell)."""
 
     session_id: str
     replica_id: str
     epoch: int
     fresh: bool
     open_key: str | None = None
+    age_s: float | None = field(default=None, compare=False)
 
 
 @wire_record

@@ -23,11 +23,13 @@ class TurnAborted(Exception):
 class DispatchedTurn:
     """One turn, from the client's call to the last event. Owned by its dispatch; used on the ingress's event loop only.
 
-    `progress` is what the client has been sent of the turn. `trace` and `facts` record what happens to it.
+    The call came at `came_s` of the event loop's time. `progress` is what the client has been sent of the turn. `trace`
+    and `facts` record what happens to it.
     """
 
     def __init__(self, call: TurnCall, trace: FrontTrace, facts: CallFacts) -> None:
         self.call = call
+        self.came_s = asyncio.get_running_loop().time()
         self.trace = trace
         self.facts = facts
         self.progress = TurnProgress()

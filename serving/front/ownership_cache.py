@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A session's owner, as last heard. `open_key`: see Assignment."""
+    """A session's owner, as last heard. `open_key`: see Assignment. The session was open at `opened_s` of the event
+    loop's time, perhaps earlier (None: not known)."""
 
     replica_id: str
     epoch: int
     open_key: str | None = field(default=None, compare=False)
+    opened_s: float | None = field(default=None, compare=False)
 
 
 class OwnershipCache:

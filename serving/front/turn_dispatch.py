@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from controllers.errors import ControllerError, ModelChanged, NoReplica, StoreError
-from controllers.records import COUNTED_KEY, TREE_KEY
+from controllers.records import COUNTED_KEY, TREE_KEY, Assignment
 from controllers.session_keys import named, tenant_in
 from serving.front.conversations import NOWHERE, Conversations
 from serving.front.dispatched_turn import ABORT_TIMEOUT_S, DispatchedTurn, TurnAborted
@@ -149,7 +149,7 @@ class TurnDispatcher:
             except ControllerError as error:
                 raise ServiceError(error_info(error)) from error
             else:
-                owner = Owner(assignment.replica_id, assignment.epoch, assignment.open_key)
+                owner = _owner_in(assignment)
                 self._owners.put(assignment.session_id, owner)
                 return assignment.session_id
 
@@ -199,7 +199,7 @@ class TurnDispatcher:
             assignment = await self._controller.resolve(
                 key, opening.create, tenant_in(key), opening.preferred, opening.timeout_s
             )
-            owner = Owner(assignment.replica_id, assignment.epoch, assignment.open_key)
+            owner = _owner_in(assignment)
             self._owners.put(key, owner)
         return owner
 
@@ -265,6 +265,7 @@ class TurnDispatcher:
                     affinity = NOWHERE if failed else self._conversations.affinity(call)
                     replica_id, epoch = await self._replicas.pick(affinity), None
                 else:
+                    call = _admitted(call, turn, owner)
                     replica_id, epoch = owner.replica_id, owner.epoch
             turn.facts.replica_id, turn.facts.epoch = replica_id, epoch
             entered = AsyncExitStack()
@@ -433,6 +434,22 @@ def _for_living_session(call: TurnCall, owner: Owner | None = None) -> TurnCall:
         return call
     open_key = session.open_key or (None if owner is None else owner.open_key)
     return replace(call, session=replace(session, create=False, open_key=open_key))
+
+
+def _admitted(call: TurnCall, turn: DispatchedTurn, owner: Owner) -> TurnCall:
+    """The call, no longer bound to an earlier session of that name if the present one was open when the turn came: the
+    owner that was remembered then was out of date, and the turn cannot have been committed in the earlier session."""
+    session = call.session
+    if session is None or session.open_key in (None, owner.open_key):
+        return call
+    if owner.opened_s is None or owner.opened_s > turn.came_s:
+        return call
+    return replace(call, session=turn.call.session)
+
+
+def _owner_in(assignment: Assignment) -> Owner:
+    opened_s = None if assignment.age_s is None else _now_s() - assignment.age_s
+    return Owner(assignment.replica_id, assignment.epoch, assignment.open_key, opened_s)
 
 
 def _with_key(call: TurnCall) -> TurnCall:

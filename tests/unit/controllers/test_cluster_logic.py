@@ -52,6 +52,12 @@ def test_duplicates_are_refused_but_not_retries(world: World) -> None:
             world.cluster.open_session("s", "", None, None, open_key=open_key)
 
 
+def test_an_assignment_tells_how_old_its_session_is(world: World) -> None:
+    assert open_session(world).age_s == 0.0
+    world.clock.advance(7.0)
+    assert world.cluster.resolve("s", False, "").age_s == 7.0
+
+
 def test_no_replica_leaves_no_session(tmp_path: Path, clock: ManualClock) -> None:
     world = World(tmp_path / "empty.db", clock)
     with pytest.raises(NoReplica):

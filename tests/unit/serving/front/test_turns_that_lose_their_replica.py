@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -303,6 +304,22 @@ async def test_a_repeated_call_is_committed_in_no_later_session(
         await served.turn(replace(turn, session=replace(turn.session, create=True)))
     assert caught.value.info.code == "session_not_found"
     assert [entry.turns for entry in served.cluster.sessions()] == [0] * opened_anew
+
+
+async def test_a_turn_runs_in_the_session_that_was_open_when_it_came(
+    served: Failover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another front end has closed the session and opened it anew. The owner that this one remembers is gone. The turn
+    used to be refused as one of the closed session (simulated seed 661262985)."""
+    served.open_session("s")
+    await served.turn(turn_of("s"))
+    assert await served.rigs[0].host.close("s", 1)
+    served.cluster.open_session("s", "", None, None, "another")
+    monkeypatch.setattr(served.cluster, "_clock", lambda: time.time() + 1.0)
+    served.replicas.dead.add("a")
+    assert list((await served.turn(turn_of("s"))).token_ids) == WHOLE
+    [entry] = served.cluster.sessions()
+    assert (entry.open_key, entry.turns) == ("another", 1)
 
 
 @pytest.mark.parametrize("by_its_first_turn", [True, False])
