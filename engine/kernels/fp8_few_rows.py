@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.early_launch import early_options, let_next_start, wait_for_previous
+from engine.kernels.fp8_rows import check_operands
 
 SUMS_ROWS = 4
 """Each row reads all weights again, from the cache at best."""
@@ -57,12 +58,8 @@ def multiply_fp8_sums(
     inputs. All rows must be dense. Every row of x reads all weights, so it is for few."""
     rows, inputs = x_NI.shape
     outputs, blocks = scales_OB.shape
-    assert values_OI.shape == (outputs, inputs)
-    assert values_OI.dtype == torch.float8_e4m3fn
-    assert scales_OB.dtype == torch.float32
-    assert values_OI.stride(1) == x_NI.stride(1) == 1
+    check_operands(x_NI, values_OI, scales_OB)
     assert values_OI.stride(0) % 4 == 0
-    assert scales_OB.is_contiguous()
     assert sums_fit(inputs, columns, blocks)
     out_NO = torch.empty((rows, outputs), dtype=x_NI.dtype, device=x_NI.device)
     if rows == 0:

@@ -49,6 +49,14 @@ def fits(columns: int, blocks: int) -> bool:
     return blocks == 1 or columns % LEAST_BLOCK == 0
 
 
+def check_operands(x_NI: Tensor, values_OI: Tensor, scales_OB: Tensor) -> None:
+    assert values_OI.shape == (scales_OB.shape[0], x_NI.shape[1])
+    assert values_OI.dtype == torch.float8_e4m3fn
+    assert scales_OB.dtype == torch.float32
+    assert values_OI.stride(1) == x_NI.stride(1) == 1
+    assert scales_OB.is_contiguous()
+
+
 def multiply_fp8(
     x_NI: Tensor, values_OI: Tensor, scales_OB: Tensor, columns: int, bias_O: Tensor | None, tiles: Fp8Tiles
 ) -> Tensor:
@@ -56,11 +64,7 @@ def multiply_fp8(
     dense."""
     rows, inputs = x_NI.shape
     outputs, blocks = scales_OB.shape
-    assert values_OI.shape == (outputs, inputs)
-    assert values_OI.dtype == torch.float8_e4m3fn
-    assert scales_OB.dtype == torch.float32
-    assert values_OI.stride(1) == x_NI.stride(1) == 1
-    assert scales_OB.is_contiguous()
+    check_operands(x_NI, values_OI, scales_OB)
     assert fits(columns, blocks)
     out_NO = torch.empty((rows, outputs), dtype=x_NI.dtype, device=x_NI.device)
     if rows == 0:

@@ -265,7 +265,7 @@ class TurnDispatcher:
                     affinity = NOWHERE if failed else self._conversations.affinity(call)
                     replica_id, epoch = await self._replicas.pick(affinity), None
                 else:
-                    call = _admitted(call, turn, owner)
+                    call = _unbound_if_older(call, turn, owner)
                     replica_id, epoch = owner.replica_id, owner.epoch
             turn.facts.replica_id, turn.facts.epoch = replica_id, epoch
             entered = AsyncExitStack()
@@ -436,7 +436,7 @@ def _for_living_session(call: TurnCall, owner: Owner | None = None) -> TurnCall:
     return replace(call, session=replace(session, create=False, open_key=open_key))
 
 
-def _admitted(call: TurnCall, turn: DispatchedTurn, owner: Owner) -> TurnCall:
+def _unbound_if_older(call: TurnCall, turn: DispatchedTurn, owner: Owner) -> TurnCall:
     """The call, no longer bound to an earlier session of that name if the present one was open when the turn came: the
     owner that was remembered then was out of date, and the turn cannot have been committed in the earlier session."""
     session = call.session

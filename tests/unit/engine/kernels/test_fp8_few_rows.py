@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from engine.kernels.fp8_few_rows import ROW_TILES, Fp8RowTiles, multiply_fp8_sums, sums_fit
+from engine.kernels.fp8_few_rows import EACH, ROW_TILES, Fp8RowTiles, multiply_fp8_sums, sums_fit
 from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, Build, Compiler
 from tests.unit.engine.kernels.rounding import ROUNDING
 from tests.unit.engine.kernels.test_fp8_rows import check, draw, every_number
@@ -67,7 +67,7 @@ def build(tiles: Fp8RowTiles, capability: int, *, one_block: bool) -> Build:
         {
             "BLOCK_O": tiles.block_o,
             "PARTS": 32 * tiles.num_warps,
-            "EACH": 16,
+            "EACH": EACH,
             "ONE_BLOCK": one_block,
             "HAS_BIAS": False,
             "EARLY": capability >= 90,
@@ -82,12 +82,12 @@ def build(tiles: Fp8RowTiles, capability: int, *, one_block: bool) -> Build:
 def test_a_weight_takes_few_instructions(compiler: Compiler) -> None:
     """Weights come 16 bytes at a time, and are made float16 two at a time; nothing brings bytes into another order."""
     cases = [
-        build(tiles, capability, one_block=one_block)
+        (tiles.block_o * EACH, build(tiles, capability, one_block=one_block))
         for tiles in ROW_TILES
         for capability, one_block in ((89, True), (90, True), (90, False))
     ]
-    for one, report in zip(cases, compiler.build(cases), strict=True):
-        weights = int(one.constants["BLOCK_O"]) * 16  # type: ignore[arg-type]
+    reports = compiler.build([one for _, one in cases])
+    for (weights, one), report in zip(cases, reports, strict=True):
         assert report.spilled_bytes <= MOST_SPILLED, one
         assert report.registers <= 128, one
         assert report.sass.count("F2FP.F16.E4M3.UNPACK_B") == weights // 2, one
