@@ -107,7 +107,7 @@ class ExecutionSettings:
     between them. `linear` says what multiplies by the weights; auto is, on a GPU, what is timed as the quickest at
     start, and on a CPU the compiled kernels, or what was found to be the quickest in torch. `deterministic`: logits
     depend on the tokens before them alone, to the last bit, whatever else runs and however a sequence is cut into
-    steps; only native models over the compiled CPU kernels have this, others are refused.
+    steps; only native models over the compiled CPU kernels or Triton's have this, others are refused.
     """
 
     attention: AttentionName = "auto"

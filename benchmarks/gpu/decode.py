@@ -30,6 +30,7 @@ from tests.unit.engine.null_runner import NullRunner
 
 SECTION_TARGETS = {1: 0.80, 64: 0.70}
 FP8 = "FP8 weights"
+ONE_ORDER = "deterministic"
 FP8_TARGET = 0.75
 IDLE_TARGET = 0.05
 WAIT_S = 120.0
@@ -97,6 +98,10 @@ def run(stage: Stage) -> None:
             stage.attempt(
                 "fp8 KV", partial(one_way, stage, bench, "fp8 KV", execution, (fewer,), copied, "fp8")
             )
+        if stage.wants(ONE_ORDER):
+            execution = replace(DEFAULT, deterministic=True)
+            fixed = partial(one_way, stage, bench, ONE_ORDER, execution, (one, many), copied)
+            stage.attempt(ONE_ORDER, fixed)
         execution = replace(DEFAULT, linear="torch")  # last, since weights are loaded anew for it
         if stage.wants("cuBLAS"):
             stage.attempt("cuBLAS", partial(one_way, stage, bench, "cuBLAS alone", execution, (one,), copied))
@@ -127,7 +132,7 @@ def one_way(
     widest = max(load.streams for load in loads)
     scheduler = SchedulerSettings(max_batch_tokens=8192, chunk_size=2048, max_running=widest)
     with bench.engine(watch, most, execution, scheduler, kv_dtype) as engine:
-        if name in ("default", FP8):
+        if name in ("default", FP8, ONE_ORDER):
             about = dict(engine.describe())
             stage.row(
                 "engine", note=", ".join(f"{key} {value}" for key, value in about.items()), details=about

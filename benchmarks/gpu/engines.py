@@ -131,7 +131,7 @@ class Bench:
         self.folder = folder
         self.spec = parse_spec(read_config(folder))
         self._loaded: LoadedModel | None = None
-        self._linear: LinearName | None = None
+        self._loaded_for: tuple[LinearName, bool] | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -181,7 +181,7 @@ class Bench:
         )
         cache = CacheSettings(page_size=PAGE_SIZE, num_pages=-(-kv_tokens // PAGE_SIZE), kv_dtype=kv_dtype)
         self._clear()
-        loaded = self._load(model, execution.linear)
+        loaded = self._load(model, execution)
         runner = build_runner(loaded, cache, scheduler=scheduler, execution=execution)
         speculation = SpeculationSettings()
         engine = assemble_engine(
@@ -199,12 +199,16 @@ class Bench:
         self._loaded = None
         self._clear()
 
-    def _load(self, settings: ModelSettings, linear: LinearName) -> LoadedModel:
+    def _load(self, settings: ModelSettings, execution: ExecutionSettings) -> LoadedModel:
         """Loads once as long as products stay the same; engine/build.py would load for each engine."""
-        if self._loaded is None or linear != self._linear:
+        wanted = execution.linear, execution.deterministic
+        if self._loaded is None or wanted != self._loaded_for:
             self.close()
-            self._loaded = load_model(settings, ops=choose_ops(self.device), linear=linear)
-            self._linear = linear
+            linear, deterministic = wanted
+            self._loaded = load_model(
+                settings, ops=choose_ops(self.device), linear=linear, deterministic=deterministic
+            )
+            self._loaded_for = wanted
         return self._loaded
 
     def _clear(self) -> None:

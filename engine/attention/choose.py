@@ -75,7 +75,7 @@ def choose_attention(
 def _choice(name: str, reason: str, place: _Place) -> AttentionChoice:
     if name == "cpu":
         return AttentionChoice(name, reason, _cpu(place), TorchTables(place.pool))
-    if place.deterministic:
+    if place.deterministic and name != "triton":
         raise AttentionUnavailable(
             name, "its sums depend on what else a step holds (execution.deterministic)"
         )
@@ -122,6 +122,8 @@ def _triton(place: _Place) -> tuple[TableAttention, str]:
         raise AttentionUnavailable("triton", trouble)
     from engine.attention.triton_backend import TritonAttention
 
+    if place.deterministic:
+        return TritonAttention(place.pool, deterministic=True), "splits of one length"
     if not place.searches:
         return TritonAttention(place.pool), ""
     from engine.attention.prompt_trial import try_prompts

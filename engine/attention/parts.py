@@ -94,8 +94,10 @@ class PartCutter:
         tables, tiles, shape = self._tables, self._tiles, bounds.shape
         items = len(tables.kv_lens_B)
         budget = self._multiprocessors * shape.programs // kv_heads
-        splits = min(tiles.max_splits, -(-most_keys // tiles.least_split(shape))) if budget >= 2 else 1
+        splits = self._most_splits(shape, most_keys) if budget >= 2 else 1
         most = min(max(budget, bounds.most_tiles + budget // 2), bounds.most_tiles * splits)
+        if tiles.split_blocks:
+            most = min(bounds.most_tiles + budget, bounds.most_tiles * splits)
         numbers = torch.empty(3 * items + 1 + most, dtype=torch.int32, device=tables.kv_lens_B.device)
         max_splits = 1 if splits == 1 else tiles.max_splits
         parts = Parts(shape, most, max_splits, numbers.split_with_sizes((items + 1, items, items, most)))
@@ -113,8 +115,15 @@ class PartCutter:
             BLOCK_N=shape.block_n,
             MIN_BLOCKS=tiles.least_blocks(shape),
             MAX_SPLITS=max_splits,
+            SPLIT_BLOCKS=0 if splits == 1 else tiles.split_blocks,
             HAS_WINDOW=window is not None,
             BLOCK_B=max(LEAST_BLOCK_B, triton.next_power_of_2(items)),
             CHUNK=CHUNK,
         )
         return parts
+
+    def _most_splits(self, shape: TileShape, most_keys: int) -> int:
+        """Of one tile over `most_keys` keys, which may be more than it sees."""
+        if self._tiles.every_split is not None:
+            return -(-most_keys // self._tiles.every_split) + 1
+        return min(self._tiles.max_splits, -(-most_keys // self._tiles.least_split(shape)))

@@ -29,7 +29,7 @@ from engine.attention.interface import (
 )
 from engine.attention.kv_writer import write_rows
 from engine.attention.parts import PartCutter, Parts
-from engine.attention.tiles import AttentionTiles, default_tiles
+from engine.attention.tiles import AttentionTiles, default_tiles, deterministic_tiles
 from engine.device import compute_capability, num_multiprocessors
 from engine.kernels.paged_attention import paged_attention
 from engine.runner.kv_pool import FP8, KVPool, PagedKV
@@ -51,7 +51,8 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 class TritonAttention:
     """A TableAttention. Steps of one object run one after another on one stream: they share its workspace.
 
-    The number of `multiprocessors` decides how far long contexts are split; the default is the GPU's own. Raises
+    The number of `multiprocessors` decides how far long contexts are split; the default is the GPU's own. If
+    `deterministic`, tiles are such that a row's result does not depend on what else a step holds. Raises
     AttentionUnavailable for pools that the kernels cannot read.
     """
 
@@ -61,6 +62,8 @@ class TritonAttention:
         tiles: AttentionTiles | None = None,
         multiprocessors: int | None = None,
         prompts: DensePrompts | None = None,
+        *,
+        deterministic: bool = False,
     ) -> None:
         kv_L2KSD = pool.full.kv_L2KSD
         self.device = kv_L2KSD.device
@@ -70,7 +73,8 @@ class TritonAttention:
         self.pool = pool
         self.prompts = prompts
         self.block_d = max(16, triton.next_power_of_2(self.head_dim))
-        self.tiles = tiles or default_tiles(self.head_dim, kv_L2KSD.dtype, capability)
+        choose_tiles = deterministic_tiles if deterministic else default_tiles
+        self.tiles = tiles or choose_tiles(self.head_dim, kv_L2KSD.dtype, capability)
         self.multiprocessors = multiprocessors or num_multiprocessors(self.device)
         # Tiles are split into at most this many parts.
         programs = [self.multiprocessors * shape.programs for shape in self.tiles.shapes]
@@ -205,6 +209,7 @@ class TritonStep:
             JOIN_D=min(attention.block_d, JOIN_ELEMENTS * shape.num_warps // shape.block_m),
             MAX_SPLITS=parts.max_splits,
             MIN_BLOCKS=attention.tiles.least_blocks(shape),
+            SPLIT_BLOCKS=attention.tiles.split_blocks,
             Q_FACTOR=factor,
             COMPUTE=_compute_dtype(q_NHD, kv_2KSD),
             SCORES=_scores_dtype(q_NHD, kv_2KSD),

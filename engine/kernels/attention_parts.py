@@ -50,6 +50,7 @@ def cut_into_parts(
     BLOCK_N: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     BLOCK_B: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -66,6 +67,9 @@ def cut_into_parts(
     rounding up makes no more than `budget` of them, that is taken. Otherwise s is chosen so that the sum of t * b / s
     is at most `room`. All parts are then at most the tiles and `room` together. Items with two splits or more have at
     most 2 * room parts. `room` is `budget` less the tiles, but at least budget // 2.
+
+    With SPLIT_BLOCKS > 0 splits are that long, and begin at multiples of it: an item has all of its splits or one. The
+    longest items are cut, as many as there are slots for.
     """
     item = tl.program_id(0)
     index_B = tl.arange(0, BLOCK_B)
@@ -82,7 +86,15 @@ def cut_into_parts(
         first_key_B = tl.maximum(kv_len_B - num_queries_B + last_tile_B - window + 1, 0)
     blocks_B = tl.where(mine_B, tl.cdiv(kv_len_B, BLOCK_N) - first_key_B // BLOCK_N, 0)
     splits_B = tl.full((BLOCK_B,), 1, tl.int32)
-    if MAX_SPLITS > 1:
+    if SPLIT_BLOCKS > 0:
+        # A tile's reach need not begin where a split does, and one tile's may be a block longer than the last one's.
+        MORE: tl.constexpr = 1 if HAS_WINDOW else 0
+        all_splits_B = tl.where(mine_B, tl.cdiv(blocks_B + MORE, SPLIT_BLOCKS) + MORE, 0)
+        least = tl.full((), 2, tl.int32)
+        while tl.sum(tl.where(all_splits_B >= least, tiles_B * all_splits_B, 0), 0) > budget:
+            least *= 2
+        splits_B = tl.where(all_splits_B >= least, all_splits_B, 1)
+    elif MAX_SPLITS > 1:
         all_blocks = tl.sum(tiles_B * blocks_B, 0)
         room = tl.maximum(budget - tl.sum(tiles_B, 0), budget // 2)
         splits_B = _splits(blocks_B, tl.cdiv(all_blocks, budget), MIN_BLOCKS, MAX_SPLITS)

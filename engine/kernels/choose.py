@@ -7,6 +7,7 @@ import os
 
 import torch
 
+from engine.device import compute_capability
 from engine.models.ops import DecoderOps, TorchOps
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,13 @@ def triton_trouble(device: torch.device) -> str | None:
     except Exception as error:  # of Triton, of the compiler that it calls, or of the driver
         return f"a first kernel did not run: {type(error).__name__}: {error}"
     return None
+
+
+def triton_build(device: torch.device) -> str:
+    """What the order of the kernels' sums depends on. Only where Triton's kernels can run."""
+    import triton
+
+    return f"triton {triton.__version__}, compute capability {compute_capability(device)}"
 
 
 def choose_ops(device: torch.device) -> DecoderOps:

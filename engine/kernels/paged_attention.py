@@ -6,6 +6,11 @@ in blocks of BLOCK_N with a running maximum (Milakov and Gimelshein, "Online nor
 Dao et al., "FlashAttention", 2022). A tile with many keys is cut into splits that run side by side ("Flash-Decoding",
 Dao et al., 2023); the last of them to end joins their partial sums.
 
+With SPLIT_BLOCKS a row's result does not depend on what is computed beside it: splits begin at multiples of
+SPLIT_BLOCKS, whoever computes them, each has sums of its own, and these are merged from the first to the last. A tile
+is then cut into all of its splits, or into none; its one program merges as it goes along. Blocks that a row does not
+see leave its sums as they are. All shapes of tiles must have the same BLOCK_N, and sum along a row in the same order.
+
 Legend: M rows of a tile, N keys of a block, D head size padded to a power of two, S splits, J columns.
 Scores and their maxima are in units of log 2.
 """
@@ -152,6 +157,64 @@ def _attend_block(
 
 
 @triton.jit
+def _merge(acc_MD, max_M, sum_M, next_MD, next_max_M, next_sum_M):
+    """The sums of two stretches of keys, the second behind the first. The order of roundings is written out: a compiler
+    may fuse a product with a sum, and in another kernel do otherwise. Empty sums on either side change nothing."""
+    new_max_M = tl.maximum(max_M, next_max_M)
+    decay_M = tl.exp2(max_M - new_max_M)
+    next_decay_M = tl.exp2(next_max_M - new_max_M)
+    sum_M = tl.fma(sum_M, decay_M, next_sum_M * next_decay_M)
+    acc_MD = tl.fma(acc_MD, tl.broadcast_to(decay_M[:, None], acc_MD.shape), next_MD * next_decay_M[:, None])
+    return acc_MD, new_max_M, sum_M
+
+
+@triton.jit
+def _end_split(block, whole_MD, whole_max_M, whole_sum_M, acc_MD, max_M, sum_M, SPLIT_BLOCKS: tl.constexpr):
+    """If the block was the last of its split, the split's sums go to the whole, and the next split begins."""
+    if (block + 1) % SPLIT_BLOCKS == 0:
+        whole_MD, whole_max_M, whole_sum_M = _merge(whole_MD, whole_max_M, whole_sum_M, acc_MD, max_M, sum_M)
+        acc_MD = tl.zeros_like(acc_MD)
+        max_M = tl.full(max_M.shape, LOWEST, tl.float32)
+        sum_M = tl.zeros_like(sum_M)
+    return whole_MD, whole_max_M, whole_sum_M, acc_MD, max_M, sum_M
+
+
+@triton.jit
+def _merge_splits(
+    out,
+    out_M,
+    alive_M,
+    partials,
+    sums,
+    first_part,
+    num_used,
+    first_max_M,
+    first_sum_M,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    JOIN_D: tl.constexpr,
+):
+    """As `_join_splits`, by `_merge`, behind sums that have no output."""
+    rows_M = tl.arange(0, BLOCK_M)
+    for start in tl.range(0, BLOCK_D, JOIN_D):
+        column_J = start + tl.arange(0, JOIN_D)
+        acc_MJ = tl.zeros((BLOCK_M, JOIN_D), tl.float32)
+        max_M = first_max_M
+        sum_M = first_sum_M
+        for split in tl.range(0, num_used, num_stages=JOIN_STAGES):
+            part = first_part + split
+            at_MJ = (part * BLOCK_M + rows_M)[:, None] * BLOCK_D + column_J[None, :]
+            part_MJ = tl.load(partials + at_MJ, mask=alive_M[:, None], other=0.0, cache_modifier=".cg")
+            part_max_M = tl.load(sums + part * 2 * BLOCK_M + rows_M, cache_modifier=".cg")
+            part_sum_M = tl.load(sums + part * 2 * BLOCK_M + BLOCK_M + rows_M, cache_modifier=".cg")
+            acc_MJ, max_M, sum_M = _merge(acc_MJ, max_M, sum_M, part_MJ, part_max_M, part_sum_M)
+        mean_MJ = (acc_MJ / sum_M[:, None]).to(out.dtype.element_ty)
+        inside_MJ = alive_M[:, None] & (column_J < DIM)[None, :]
+        tl.store(out + out_M[:, None] + column_J[None, :], mean_MJ, mask=inside_MJ)
+
+
+@triton.jit
 def _join_splits(
     out,
     out_M,
@@ -226,6 +289,7 @@ def paged_attention(
     JOIN_D: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr,
     Q_FACTOR: tl.constexpr,
     COMPUTE: tl.constexpr,
     SCORES: tl.constexpr,
@@ -240,7 +304,8 @@ def paged_attention(
     `kv` is one layer of the pool [2, K, slots, DIM], and `scales` [2, K, slots] belongs to it. Parts come from
     engine/kernels/attention_parts.py, which explains `part_starts`, `item_splits`, `slot_starts` and `part_items`. The
     grid has room for each part and key head; programs that find no part end at once. A split has at least MIN_BLOCKS
-    blocks, but the last of a tile may have fewer. A tile with a single split writes the output itself. Otherwise
+    blocks, but the last of a tile may have fewer. SPLIT_BLOCKS: the blocks of every split, 0 if they are as many as the
+    step needs. A tile with a single split writes the output itself. Otherwise
     `partials` [slots * K, M, D] and `sums` [slots * K, 2, M] hold the result of each split, and `counters`, zero before
     and after, count how many splits of a tile are done. MAX_SPLITS is a power of two that no item exceeds. Q_FACTOR is
     the sign of the scores' scale: -1, 0 or 1. COMPUTE is the dtype of products, SCORES that of queries by keys: float16
@@ -275,15 +340,24 @@ def paged_attention(
     begin = first_key // BLOCK_N
     end = last_key // BLOCK_N + 1
     num_used = 1
-    if MAX_SPLITS > 1:
+    if SPLIT_BLOCKS > 0:
+        if num_splits > 1:
+            first_split = begin // SPLIT_BLOCKS
+            num_used = tl.cdiv(end, SPLIT_BLOCKS) - first_split
+            if split >= num_used:
+                return
+            begin = tl.maximum(begin, (first_split + split) * SPLIT_BLOCKS)
+            end = tl.minimum(end, (first_split + split + 1) * SPLIT_BLOCKS)
+    elif MAX_SPLITS > 1:
         share = tl.maximum(tl.cdiv(end - begin, num_splits), MIN_BLOCKS)
         num_used = tl.cdiv(end - begin, share)
         if split >= num_used:
             return
         begin += split * share
         end = tl.minimum(end, begin + share)
-    # Small tiles are bound by memory, so masking every block costs nothing; large ones are bound by arithmetic.
-    APART: tl.constexpr = BLOCK_M > 64
+    # Small tiles are bound by memory, so masking every block costs nothing; large ones are bound by arithmetic. Blocks
+    # apart come last, also those where a window begins: that is another order.
+    APART: tl.constexpr = BLOCK_M > 64 and (SPLIT_BLOCKS == 0 or not HAS_WINDOW)
     full_begin = begin
     full_end = end
     if APART:
@@ -311,10 +385,21 @@ def paged_attention(
     acc_MD = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     max_M = tl.full((BLOCK_M,), LOWEST, tl.float32)
     sum_M = tl.zeros((BLOCK_M,), tl.float32)
-    if HAS_SINKS and split == 0:
+    first_max_M = max_M  # of what comes before all keys
+    first_sum_M = sum_M
+    if HAS_SINKS and (SPLIT_BLOCKS > 0 or split == 0):
         sink_M = tl.load(sinks + head_M, mask=alive_M, other=0.0).to(tl.float32)
-        max_M = tl.maximum(sink_M * 1.4426950408889634, LOWEST)
-        sum_M += 1.0
+        first_max_M = tl.maximum(sink_M * 1.4426950408889634, LOWEST)
+        first_sum_M += 1.0
+    whole_MD = acc_MD  # of the splits that are done
+    whole_max_M = max_M
+    whole_sum_M = sum_M
+    if SPLIT_BLOCKS == 0:
+        max_M = first_max_M
+        sum_M = first_sum_M
+    elif num_used == 1:
+        whole_max_M = first_max_M
+        whole_sum_M = first_sum_M
 
     pages += item.to(tl.int64) * pages_stride
     keys = kv + kv_head.to(tl.int64) * kv_stride_head
@@ -333,6 +418,10 @@ def paged_attention(
             DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, COMPUTE, HAS_SCALES, HAS_CAP, HAS_WINDOW, WIDE, not APART,
         )  # fmt: skip
         page = next_page
+        if SPLIT_BLOCKS > 0:
+            whole_MD, whole_max_M, whole_sum_M, acc_MD, max_M, sum_M = _end_split(
+                block, whole_MD, whole_max_M, whole_sum_M, acc_MD, max_M, sum_M, SPLIT_BLOCKS
+            )
     num_apart = 0
     if APART:
         num_apart = end - begin - (full_end - full_begin)
@@ -346,6 +435,12 @@ def paged_attention(
             keys, values, key_scales, value_scales, score_scale, cap, window,
             DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, COMPUTE, HAS_SCALES, HAS_CAP, HAS_WINDOW, WIDE, True,
         )  # fmt: skip
+        if SPLIT_BLOCKS > 0:
+            whole_MD, whole_max_M, whole_sum_M, acc_MD, max_M, sum_M = _end_split(
+                block, whole_MD, whole_max_M, whole_sum_M, acc_MD, max_M, sum_M, SPLIT_BLOCKS
+            )
+    if SPLIT_BLOCKS > 0:
+        acc_MD, max_M, sum_M = _merge(whole_MD, whole_max_M, whole_sum_M, acc_MD, max_M, sum_M)
 
     out_M = (row_M * (KV_HEADS * GROUP) + head_M) * DIM
     if MAX_SPLITS > 1 and num_used > 1:
@@ -362,9 +457,16 @@ def paged_attention(
         tl.debug_barrier()
         if tl.atomic_add(counters + counter, 1, sem="acq_rel", scope="gpu") == num_used - 1:
             tl.debug_barrier()
-            _join_splits(
-                out, out_M, alive_M, partials, sums, first_part, num_used, DIM, BLOCK_M, BLOCK_D, JOIN_D, MAX_SPLITS
-            )  # fmt: skip
+            if SPLIT_BLOCKS > 0:
+                _merge_splits(
+                    out, out_M, alive_M, partials, sums, first_part, num_used, first_max_M, first_sum_M,
+                    DIM, BLOCK_M, BLOCK_D, JOIN_D,
+                )  # fmt: skip
+            else:
+                _join_splits(
+                    out, out_M, alive_M, partials, sums, first_part, num_used,
+                    DIM, BLOCK_M, BLOCK_D, JOIN_D, MAX_SPLITS,
+                )  # fmt: skip
             tl.store(counters + counter, 0)
     else:
         mean_MD = (acc_MD / sum_M[:, None]).to(out.dtype.element_ty)

@@ -81,9 +81,12 @@ class FixedLinears:
 
 
 class MeasuredLinears:
-    """For each shape of matrix and each number of rows, the quickest of `ways`. The way called torch works for any
-    number of rows, the others for as many as are timed. A way that fails on the weights at hand, or whose results
-    differ from torch's, is passed over."""
+    """For each shape of matrix and each number of rows, the quickest of `ways`. The first, torch's as a rule, works for
+    any number of rows, the others for as many as are timed. A way that fails on the weights at hand, or whose results
+    differ from the first's, is passed over.
+
+    With `exact` all give a row the same bits, for any number of rows: this is checked. The quickest for the most rows
+    that are timed is then taken for more too."""
 
     def __init__(
         self,
@@ -91,11 +94,14 @@ class MeasuredLinears:
         timer: Timer,
         rows: tuple[int, ...] = ROWS,
         better: float = BETTER,
+        *,
+        exact: bool = False,
     ) -> None:
         self._ways = ways
         self._timer = timer
         self._rows = rows
         self._better = better
+        self._exact = exact
         self._chosen: dict[tuple[int, int, bool], list[str]] = {}
         """Names of ways, in the order of rows, by shape and whether there is a bias."""
         self._passed_over: dict[str, str] = {}
@@ -115,16 +121,18 @@ class MeasuredLinears:
         most_rows: Mapping[str, int] = MappingProxyType({}),
     ) -> Linear:
         """The quickest of `makes` for one matrix: its outputs, inputs and whether there is a bias. `dtype` is that of
-        rows. Those in `most_rows` are not tried for more."""
+        rows. Those in `most_rows` are not tried for more. Raises UnsupportedModel if the results must be exact, and
+        those of the first are not."""
         if shape not in self._chosen:
             begin_s = time.perf_counter()
             self._chosen[shape] = self._quickest(shape[1], dtype, device, makes, most_rows)
             self._spent_s += time.perf_counter() - begin_s
         chosen = self._chosen[shape]
-        made = {name: makes[name]() for name in {TORCH, *chosen}}
+        many = chosen[-1] if self._exact else next(iter(makes))
+        made = {name: makes[name]() for name in {many, *chosen}}
         if len(made) == 1:
-            return made[TORCH]
-        return LinearByRows([made[name] for name in chosen], made[TORCH], self._rows)
+            return made[many]
+        return LinearByRows([made[name] for name in chosen], made[many], self._rows)
 
     def describe(self) -> dict[str, str]:
         shapes = []
@@ -134,7 +142,8 @@ class MeasuredLinears:
                 rows = [rows for _, rows in run]
                 runs.append(f"{name} {rows[0]}-{rows[-1]}" if len(rows) > 1 else f"{name} {rows[0]}")
             shapes.append(f"{outputs}x{inputs}{' + bias' if biased else ''}: {', '.join(runs)}")
-        reasons = [f"by rows the quickest here, found in {self._spent_s:.1f} s; {TORCH} for more"]
+        of_what = "of those with the same bits" if self._exact else f"{TORCH} for more"
+        reasons = [f"by rows the quickest here, found in {self._spent_s:.1f} s; {of_what}"]
         reasons += [f"not {name}: {reason}" for name, reason in self._passed_over.items()]
         return {"linear": "; ".join(shapes), "linear_reason": "; ".join(reasons)}
 
@@ -148,12 +157,14 @@ class MeasuredLinears:
     ) -> list[str]:
         generator = torch.Generator(device).manual_seed(1)
         x_NI = torch.randn((self._rows[-1], inputs), generator=generator, dtype=dtype, device=device)
-        linears = {TORCH: makes[TORCH]()}
+        first, *others = makes
+        linears = {first: makes[first]()}
+        if self._exact and not self._agrees(first, linears[first], linears[first], x_NI):
+            raise UnsupportedModel(f"execution.deterministic: this device has {self._passed_over[first]}")
         linears |= {
             name: linear
-            for name, make in makes.items()
-            if name != TORCH
-            and self._agrees(name, linear := make(), linears[TORCH], x_NI[: most_rows.get(name)])
+            for name in others
+            if self._agrees(name, linear := makes[name](), linears[first], x_NI[: most_rows.get(name)])
         }
         chosen = []
         for rows in self._rows:
@@ -164,18 +175,25 @@ class MeasuredLinears:
         return chosen
 
     def _agrees(self, name: str, linear: Linear, reference: Linear, x_NI: Tensor) -> bool:
-        """Compares results for the most rows and for one. If they differ, it notes why."""
+        """Compares results for the most rows and for one; for all numbers that are timed if they must be exact. If they
+        differ, it notes why."""
         try:
-            for rows_NI in (x_NI, x_NI[:1]):
-                expected_NO = reference(rows_NI).float()
-                apart = (linear(rows_NI).float() - expected_NO).norm()
-                if not bool(apart <= MOST_APART * expected_NO.norm()):
-                    self._passed_over[name] = f"other results ({expected_NO.shape[1]} outputs)"
+            all_NO = reference(x_NI)
+            for rows in self._rows if self._exact else (len(x_NI), 1):
+                result_NO, expected_NO = linear(x_NI[:rows]), all_NO[:rows]
+                if not (torch.equal if self._exact else _near)(result_NO, expected_NO):
+                    what = "bits" if self._exact else "results"
+                    self._passed_over[name] = f"other {what} ({expected_NO.shape[1]} outputs, {rows} rows)"
                     return False
         except Exception as error:
             self._passed_over[name] = f"{type(error).__name__}: {error}"
             return False
         return True
+
+
+def _near(result_NO: Tensor, expected_NO: Tensor) -> bool:
+    wide_NO = expected_NO.float()
+    return bool((result_NO.float() - wide_NO).norm() <= MOST_APART * wide_NO.norm())
 
 
 class MeasuredGated:
@@ -222,7 +240,9 @@ def choose_linears(
     """auto is the quickest kind for the device and dtypes, torch is torch's own. With `deterministic` a row's results
     do not depend on the number of rows; raises UnsupportedModel where there is no such kind."""
     if deterministic:
-        return _packed_exactly(name, device, activations)
+        if name == "torch":
+            raise UnsupportedModel("execution.deterministic: torch's products depend on the number of rows")
+        return _ordered(device) if is_gpu(device) else _packed_exactly(activations)
     own = PlainLinear if weights == activations else CastingLinear
     if name == "torch":
         return FixedLinears(own, _torch("it was asked for"))
@@ -279,14 +299,17 @@ def _on_cpu(device: torch.device, weights: torch.dtype, activations: torch.dtype
     return PackedLinears(workers, rounds=weights == torch.bfloat16)
 
 
-def _packed_exactly(name: LinearName, device: torch.device, activations: torch.dtype) -> Linears:
+def _ordered(device: torch.device) -> Linears:
+    trouble = triton_trouble(device)
+    if trouble is not None:
+        raise UnsupportedModel(f"execution.deterministic needs Triton's kernels: {trouble}")
+    from engine.models.ordered_linear import OrderedLinears
+
+    return OrderedLinears(partial(seconds_of_each, device))
+
+
+def _packed_exactly(activations: torch.dtype) -> Linears:
     """The compiled kernels: they sum in the order of inputs. Rows are not rounded, since few of them would not be."""
-    if name == "torch":
-        raise UnsupportedModel("execution.deterministic: torch's products depend on the number of rows")
-    if is_gpu(device):
-        raise UnsupportedModel(
-            "execution.deterministic is for CPUs: a GPU's products depend on the number of rows"
-        )
     kernels = find_kernels()
     if isinstance(kernels, NoKernels):
         raise UnsupportedModel(f"execution.deterministic needs the compiled kernels: {kernels.reason}")

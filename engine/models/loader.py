@@ -15,12 +15,13 @@ from engine.cpu.steps import WholeSteps, in_whole_steps
 from engine.device import (
     activation_dtype,
     compute_capability,
+    is_gpu,
     resolve_device,
     resolve_dtype,
     seconds_of_each,
     use_cpu_threads,
 )
-from engine.kernels.choose import triton_trouble
+from engine.kernels.choose import triton_build, triton_trouble
 from engine.models.config import ModelSpec, parse_spec, read_config, read_json
 from engine.models.decoder import Decoder
 from engine.models.device_linear import FixedLinears, Linears, MeasuredGated, choose_linears
@@ -115,6 +116,8 @@ def _given(linears: Linears, *_: object) -> Linears:
 
 
 def _checked_deterministic(loaded: LoadedModel) -> LoadedModel:
+    if is_gpu(loaded.device):
+        return replace(loaded, deterministic=triton_build(loaded.device))
     if not isinstance(loaded.model, WholeSteps):
         raise UnsupportedModel("execution.deterministic: the compiled kernels cannot run this model's steps")
     return replace(loaded, deterministic=loaded.model.kernels.build)

@@ -280,10 +280,10 @@ class ExecutionArgs(StrictModel):
 
     def _against_determinism(self, model: ModelArgs | None) -> list[str]:
         reasons = []
-        if model is not None and model.device == "cuda":
-            reasons.append("deterministic is for CPUs, model.device is 'cuda'")
-        if self.attention not in ("auto", "cpu"):
-            reasons.append(f"deterministic needs attention 'cpu', not {self.attention!r}")
+        if self.attention not in ("auto", "cpu", "triton"):
+            reasons.append(f"deterministic needs attention 'cpu' or 'triton', not {self.attention!r}")
+        if model is not None and model.keep_fp8:
+            reasons.append("deterministic has no products for model.keep_fp8")
         if self.linear != "auto":
             reasons.append(f"deterministic needs linear 'auto', not {self.linear!r}")
         if self.tensor_parallel > 1:

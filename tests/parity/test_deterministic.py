@@ -1,7 +1,8 @@
 """With `execution.deterministic` a sequence's log-probabilities are the same to the last bit, whatever ran beside it.
 
 The cells of test_matrix.py: sessions and other requests under chunks, drafts, retraction, aborts, rewinds and demotion.
-Each result is compared with one pass over the whole sequence in a fresh engine, which has other threads and pages.
+Each result is compared with one pass over the whole sequence in a fresh engine, which has other threads and pages. On a
+GPU models are computed in the dtype of their weights.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import transformers
 from engine.api import GenerateRequest, LogprobParams, SamplingParams, TokenDelta, TokenLogprob
 from engine.build import assemble_engine
 from engine.build_runner import build_runner
+from engine.kernels.choose import choose_ops
 from engine.models.loader import LoadedModel, load_model
 from engine.settings import (
     CacheSettings,
+    DeviceName,
     DTypeName,
     ModelSettings,
     SchedulerSettings,
@@ -28,9 +31,11 @@ from engine.settings import (
     SpeculationSettings,
 )
 from tests.parity.matrix_cell import CONTEXT, Cell, CellRun
+from tests.parity.place import DEVICE
 from tests.parity.schedules import Finished
 
 pytestmark = pytest.mark.slow
+DEVICE_NAME: DeviceName = "cuda" if DEVICE.type == "cuda" else "cpu"
 
 VOCAB = 24
 SIZES = {
@@ -89,8 +94,8 @@ def saved(name: str, directory: Path) -> Path:
 
 
 def load(directory: Path, dtype: DTypeName, threads: int, *, deterministic: bool = True) -> LoadedModel:
-    settings = ModelSettings(str(directory), dtype=dtype, device="cpu", num_threads=threads)
-    return load_model(settings, deterministic=deterministic)
+    settings = ModelSettings(str(directory), dtype=dtype, device=DEVICE_NAME, num_threads=threads)
+    return load_model(settings, ops=choose_ops(DEVICE), deterministic=deterministic)
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,10 @@ def pool(dtype: torch.dtype = torch.bfloat16, page_size: int = 16, kv_dtype: KVD
 class AnyTriton:
     name = "triton"
 
-    def __init__(self, pool: KVPool, prompts: object = None) -> None:
+    def __init__(self, pool: KVPool, prompts: object = None, *, deterministic: bool = False) -> None:
         self.pool = pool
         self.prompts = prompts
+        self.deterministic = deterministic
 
 
 def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +87,15 @@ def test_deterministic_attention_is_that_of_the_compiled_kernels(monkeypatch: py
     monkeypatch.setattr(choose, "find_kernels", lambda: NoKernels("there was no compiler"))
     with pytest.raises(AttentionUnavailable, match="there was no compiler"):
         choose_attention("auto", pool(torch.float32), CPU, deterministic=True)
+
+
+def test_deterministic_attention_of_triton_has_splits_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_triton(monkeypatch)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    choice = choose_attention("triton", pool(torch.float32), CPU, deterministic=True)
+    assert isinstance(choice.tables, AnyTriton)
+    assert (choice.tables.deterministic, choice.tables.prompts) == (True, None)
+    assert choice.reason.endswith("splits of one length")
 
 
 def test_without_them_it_has_torch(monkeypatch: pytest.MonkeyPatch) -> None:

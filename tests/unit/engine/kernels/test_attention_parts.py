@@ -39,6 +39,7 @@ class Cutting:
     min_blocks: int = 2
     max_splits: int = 32
     window: int | None = None
+    split_blocks: int = 0
 
     def tiles(self, new: int) -> int:
         mine = self.least_rows < new * self.group <= self.most_rows
@@ -59,6 +60,7 @@ class Cutting:
             *written, starts_B1.to(DEVICE), lens_B.to(DEVICE), count, budget, self.window or 0,
             GROUP=self.group, LEAST_ROWS=self.least_rows, MOST_ROWS=self.most_rows, BLOCK_M=self.block_m,
             BLOCK_N=self.block_n, MIN_BLOCKS=self.min_blocks, MAX_SPLITS=self.max_splits,
+            SPLIT_BLOCKS=self.split_blocks,
             HAS_WINDOW=self.window is not None, BLOCK_B=triton.next_power_of_2(count), CHUNK=16,
         )  # fmt: skip
         starts, splits, slots, of_parts = (tensor.tolist() for tensor in written)

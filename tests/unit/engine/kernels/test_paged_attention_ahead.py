@@ -44,6 +44,7 @@ def attention(
         "JOIN_D": min(block_d, JOIN_ELEMENTS * shape.num_warps // shape.block_m),
         "MAX_SPLITS": 32,
         "MIN_BLOCKS": 8,
+        "SPLIT_BLOCKS": 0,
         "Q_FACTOR": 1,
         "COMPUTE": str({"bf16": "tl.bfloat16", "fp32": "tl.float32", "fp16": "tl.float16"}[NAMES[q]]),
         "SCORES": str({"bf16": "tl.bfloat16", "fp32": "tl.float32", "fp16": "tl.float16"}[NAMES[s]]),

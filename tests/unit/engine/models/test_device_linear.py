@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -197,7 +198,8 @@ def test_deterministic_products_are_those_of_the_compiled_kernels(monkeypatch: p
     wide = torch.float32
     with pytest.raises(UnsupportedModel, match="torch's products depend on the number of rows"):
         choose_linears("torch", CPU, wide, wide, deterministic=True)
-    with pytest.raises(UnsupportedModel, match=r"execution\.deterministic is for CPUs"):
+    monkeypatch.setattr(device_linear, "triton_trouble", lambda _: "no compiler")
+    with pytest.raises(UnsupportedModel, match="needs Triton's kernels: no compiler"):
         choose_linears("auto", GPU, torch.bfloat16, torch.bfloat16, deterministic=True)
     if isinstance(find_kernels(), Kernels):
         with pytest.raises(UnsupportedModel, match=r"activations in torch\.bfloat16"):
@@ -222,6 +224,42 @@ def test_what_was_chosen_is_told_with_the_model(tmp_path: Path) -> None:
     settings = ModelSettings(str(tmp_path), load_format="dummy", device="cpu")
     assert load_model(settings, linear="torch").about["linear"] == "torch"
     assert load_model(settings).about["linear"] == ("cpu" if isinstance(find_kernels(), Kernels) else "torch")
+
+
+def test_ways_that_must_be_exact() -> None:
+    """The quickest for the most rows is taken for more, and a way that rounds otherwise for some number of rows is
+    passed over."""
+    called: list[str] = []
+
+    def off_for_few(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+        plain = Way("off", weight_OI, bias_O, called)
+        return lambda x_NI: plain(x_NI) * (1.0 + 1e-7 * (x_NI.shape[0] == 4))
+
+    ways = {name: partial(Way, name, called=called) for name in ("first", "a", "b")}
+    makes = {**ways, "off": off_for_few}
+    timer = Times((2, 1, 3), (2, 1, 3), (2, 1, 3), (2, 1, 3), (2, 3, 1))
+    exact = MeasuredLinears(makes, timer, exact=True)
+    exact_x = torch.ones(ROWS[-1], 6)
+    linear = exact(torch.ones(4, 6), None)
+    assert torch.equal(linear(exact_x), torch.full((ROWS[-1], 4), 6.0))
+    assert [used(linear, called, rows) for rows in (1, 16, 17)] == ["a", "b", "b"]
+    assert "not off: other bits (4 outputs, 4 rows)" in exact.describe()["linear_reason"]
+    with pytest.raises(UnsupportedModel, match=r"execution\.deterministic: this device has other bits"):
+        MeasuredLinears({"off": off_for_few}, timer, exact=True)(torch.ones(4, 6), None)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_card_sums_in_one_order(dtype: torch.dtype) -> None:
+    linears = choose_linears("auto", GPU, dtype, dtype, deterministic=True)
+    assert isinstance(linears, GatedLinears)
+    weight_OI, bias_O = torch.randn(2048, 512).to(GPU, dtype), torch.randn(2048).to(GPU, dtype)
+    x_NI = torch.randn(3000, 512).to(GPU, dtype)
+    for linear in (linears(weight_OI, bias_O), linears.gated(weight_OI, bias_O)):
+        all_NO = linear(x_NI)
+        for rows in (1, 5, 16, 17, 90, 513, 2500):
+            assert torch.equal(linear(x_NI[:rows]), all_NO[:rows]), rows
+    assert "other bits" not in str(linears.describe())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -288,10 +288,13 @@ def test_conversations_that_cannot_be_durable(sessions: dict[str, object], reaso
         ),
         ({"cache": {"page_size": 24}, "execution": {"attention": "flash"}}, "multiple of 16, not 24"),
         (
-            {"model": {**MODEL, "device": "cuda"}, "execution": {"deterministic": True}},
-            "deterministic is for CPUs, model.device is 'cuda'",
+            {"model": {**MODEL, "keep_fp8": True, "device": "cuda"}, "execution": {"deterministic": True}},
+            "deterministic has no products for model.keep_fp8",
         ),
-        ({"execution": {"deterministic": True, "attention": "torch"}}, "attention 'cpu', not 'torch'"),
+        (
+            {"execution": {"deterministic": True, "attention": "flash"}},
+            "attention 'cpu' or 'triton', not 'flash'",
+        ),
         ({"execution": {"deterministic": True, "linear": "torch"}}, "linear 'auto', not 'torch'"),
         ({"execution": {"deterministic": True, "tensor_parallel": 2}}, "tensor_parallel 1, not 2"),
         (
@@ -325,6 +328,8 @@ def test_settings_that_contradict_each_other_are_refused(args: dict[str, object]
         {"cache": {"page_size": 1}, "execution": {"attention": "torch"}},
         {"speculation": {"method": "draft", "draft_model": MODEL}, "execution": {"tensor_parallel": 2}},
         {"execution": {"deterministic": True, "attention": "cpu"}, "model": {**MODEL, "device": "cpu"}},
+        {"execution": {"deterministic": True}, "model": {**MODEL, "device": "cuda"}},
+        {"execution": {"deterministic": True, "attention": "triton"}, "model": {**MODEL, "device": "cuda"}},
         {"model": {**MODEL, "keep_fp8": True, "device": "cuda", "dtype": "bfloat16"}},
     ],
 )

@@ -1,0 +1,188 @@
+"""With `deterministic` Triton's attention gives a query the same bits, whatever else a step holds: on a GPU. Triton's
+interpreter multiplies with numpy, whose sums depend on the sizes of tiles, so there results are close."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention.interface import AttentionTables, LayerTraits
+from engine.attention.tiles import AttentionTiles, TileShape
+from engine.attention.triton_backend import TritonAttention
+from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
+from engine.settings import CacheSettings
+from tests.unit.engine.attention.stage import DEVICE, Shape, make_stage, memory_of_nan
+
+ON_GPU = DEVICE.type == "cuda"
+SMALL_TILES = AttentionTiles((TileShape(16, 16, 4, 2, 2), TileShape(32, 16, 4, 2, 2)), every_split=32)
+"""For the interpreter: a few tokens make several tiles and splits."""
+
+LENGTHS = (1700, 9, 600, 70) if ON_GPU else (150, 9, 70)
+"""Of sequences that are attended to together."""
+
+
+def check(shape: Shape, multiprocessors: int = 64) -> TritonAttention:
+    """Compares with the reference in float64."""
+    expected, stage = make_stage(shape, 0).expected(), make_stage(shape, 0)
+    with memory_of_nan():
+        attention = TritonAttention(stage.pool, SMALL_TILES, multiprocessors)
+    tolerance = 2e-5 if shape.dtype == torch.float32 else 3e-2
+    got = stage.got(attention)
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+    assert not attention.counters.any(), "the next step would merge too early"
+    return attention
+
+
+MIXED = ((1, 75), (5, 40), (1, 1), (18, 18), (1, 120))
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 5, 64])
+@pytest.mark.parametrize("window", [None, 1, 17, 100])
+def test_splits_of_one_length_change_nothing(window: int | None, multiprocessors: int) -> None:
+    attention = check(Shape(MIXED, kv_heads=1, window=window, sinks=window == 17), multiprocessors)
+    assert attention.sums.isnan().all() == (multiprocessors == 1), "it was split, or it was not"
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_scores_and_padding(sinks: bool) -> None:
+    check(Shape(((1, 70), (5, 30)), kv_heads=1, scale=-0.2, softcap=1.5, sinks=sinks))
+    check(Shape(((1, 64), (12, 96)), group=4, sinks=sinks, padding_items=3, padding_rows=20, spare_pages=40))
+    fp8 = Shape(((1, 70), (5, 40)), 16, window=30, sinks=sinks, dtype=torch.bfloat16, fp8=True)
+    check(fp8)
+
+
+def test_one_width_of_blocks() -> None:
+    shapes = TileShape(16, 16, 4, 2, 8), TileShape(32, 32, 4, 2, 4)
+    with pytest.raises(ValueError, match="need one block_n"):
+        AttentionTiles(shapes, every_split=64)
+    with pytest.raises(ValueError, match="splits of 40 tokens"):
+        AttentionTiles(shapes[:1], every_split=40)
+
+
+@dataclass(frozen=True)
+class Heads:
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype
+    fp8: bool = False
+
+
+class Sequences:
+    """Queries, keys and values of all LENGTHS."""
+
+    def __init__(self, shape: Heads, traits: LayerTraits) -> None:
+        random = torch.Generator().manual_seed(shape.heads + shape.dim)
+        self.shape, self.traits = shape, traits
+        self.q = [self._draw(random, length, shape.heads) for length in LENGTHS]
+        self.kv = [self._draw(random, length, 2 * shape.kv_heads) for length in LENGTHS]
+
+    def _draw(self, random: torch.Generator, length: int, heads: int) -> Tensor:
+        return torch.randn(length, heads, self.shape.dim, generator=random).to(DEVICE, self.shape.dtype)
+
+    def attention(
+        self, page_size: int, num_pages: int, multiprocessors: int | None = None
+    ) -> TritonAttention:
+        shape = self.shape
+        settings = CacheSettings(page_size, num_pages, kv_dtype="fp8" if shape.fp8 else "auto")
+        layout = KVLayout(shape.kv_heads, shape.dim, (None,))
+        pool: KVPool = make_kv_pool(layout, settings, shape.dtype, DEVICE)
+        if not shape.fp8:
+            pool.full.kv_L2KSD.fill_(torch.nan)
+        tiles = None if ON_GPU else SMALL_TILES
+        return TritonAttention(pool, tiles, multiprocessors, deterministic=True)
+
+    def in_chunks(
+        self, random: np.random.Generator, page_size: int, most: int, multiprocessors: int | None
+    ) -> list[Tensor]:
+        """All of them, in steps of random chunks of at most `most` tokens, over scattered pages."""
+        each = -(-max(LENGTHS) // page_size)
+        pages_BM = random.permutation(each * len(LENGTHS)).astype(np.int32).reshape(len(LENGTHS), each)
+        attention = self.attention(page_size, pages_BM.size, multiprocessors)
+        outputs: list[list[Tensor]] = [[] for _ in LENGTHS]
+        done = [0] * len(LENGTHS)
+        while items := list(steps(done, most, random)):
+            counts = [count for _, _, count in items]
+            q_NHD = torch.cat([self.q[index][at : at + count] for index, at, count in items])
+            kv_NAD = torch.cat([self.kv[index][at : at + count] for index, at, count in items])
+            kv_N2KD = kv_NAD.view(len(kv_NAD), 2, self.shape.kv_heads, self.shape.dim)
+            step = attention.plan(tables(items, pages_BM, page_size))
+            for (index, _, count), rows_NA in zip(
+                items, step(0, q_NHD, kv_N2KD, self.traits).split(counts), strict=True
+            ):
+                outputs[index].append(rows_NA)
+                done[index] += count
+        return [torch.cat(each) for each in outputs]
+
+    def alone(self) -> list[Tensor]:
+        """Each sequence in one pass of its own."""
+        outputs = []
+        for index, length in enumerate(LENGTHS):
+            pages_BM = np.arange(-(-max(LENGTHS) // 16), dtype=np.int32)[None].repeat(len(LENGTHS), 0)
+            attention = self.attention(16, pages_BM.shape[1])
+            step = attention.plan(tables([(index, 0, length)], pages_BM, 16))
+            kv_N2KD = self.kv[index].view(length, 2, self.shape.kv_heads, self.shape.dim)
+            outputs.append(step(0, self.q[index], kv_N2KD, self.traits))
+        return outputs
+
+
+def tables(items: Sequence[tuple[int, int, int]], pages_BM: np.ndarray, page_size: int) -> AttentionTables:
+    """Of items (sequence, first token, tokens)."""
+    lens = [at + count for _, at, count in items]
+    slots = [
+        int(pages_BM[index, token // page_size]) * page_size + token % page_size
+        for index, at, count in items
+        for token in range(at, at + count)
+    ]
+    counts = [count for _, _, count in items]
+    starts = np.cumsum([0, *counts]).astype(np.int32)
+    return AttentionTables(
+        torch.from_numpy(starts).to(DEVICE),
+        torch.tensor(lens, dtype=torch.int32, device=DEVICE),
+        (torch.from_numpy(pages_BM[[index for index, _, _ in items]]).to(DEVICE),),
+        (torch.tensor(slots, device=DEVICE),),
+        max(counts),
+        max(lens),
+    )
+
+
+def steps(done: list[int], most: int, random: np.random.Generator) -> Iterator[tuple[int, int, int]]:
+    """The index, first token and number of tokens of each sequence that goes on in this step."""
+    for index, (at, length) in enumerate(zip(done, LENGTHS, strict=True)):
+        if at < length:
+            yield index, at, min(int(random.integers(1, most + 1)), length - at)
+
+
+HEADS = (
+    (
+        Heads(32, 8, 128, torch.bfloat16),
+        Heads(8, 8, 64, torch.float16),
+        Heads(40, 8, 128, torch.bfloat16, fp8=True),
+        Heads(6, 2, 72, torch.float32),
+        Heads(4, 2, 256, torch.bfloat16),
+    )
+    if ON_GPU
+    else (Heads(4, 2, 16, torch.float32),)
+)
+
+
+@pytest.mark.parametrize("traits", [LayerTraits(0.1), LayerTraits(0.1, 100), LayerTraits(0.1, None, 20.0)])
+@pytest.mark.parametrize("shape", HEADS, ids=str)
+def test_a_query_has_the_same_bits_in_every_step(shape: Heads, traits: LayerTraits) -> None:
+    random = np.random.default_rng(shape.dim)
+    sequences = Sequences(shape, replace(traits, sinks_H=torch.randn(shape.heads).to(DEVICE)))
+    expected = sequences.alone()
+    assert all(each.isfinite().all() for each in expected)
+    for page_size, most, multiprocessors in ((1, 200, 3), (16, 30, None), (256, 700, 1)):
+        got = sequences.in_chunks(random, page_size, most, multiprocessors)
+        for length, one, other in zip(LENGTHS, got, expected, strict=True):
+            where = f"pages of {page_size}, at most {most} tokens, sequence of {length}"
+            if ON_GPU:
+                assert torch.equal(one, other), f"{where}: {(one != other).float().mean():.2%} differ"
+            else:
+                torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5, msg=where)
