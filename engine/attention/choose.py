@@ -116,14 +116,18 @@ def _flash(place: _Place) -> TableAttention:
 
 
 def _triton(place: _Place) -> tuple[TableAttention, str]:
-    """With what prompts are quickest on if the settings leave it to us, and a clause that says what that is."""
+    """With what prompts are quickest on if the settings leave it to us, and a clause that says what that is. Where bits
+    must be equal, prompts are not left to others."""
     trouble = triton_trouble(place.device)
     if trouble is not None:
         raise AttentionUnavailable("triton", trouble)
     from engine.attention.triton_backend import TritonAttention
 
     if place.deterministic:
-        return TritonAttention(place.pool, deterministic=True), "splits of one length"
+        from engine.attention.bits_trial import check_bits
+
+        check_bits(place.pool)
+        return TritonAttention(place.pool, deterministic=True), "splits of one length, bits compared at start"
     if not place.searches:
         return TritonAttention(place.pool), ""
     from engine.attention.prompt_trial import try_prompts

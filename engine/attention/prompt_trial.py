@@ -65,7 +65,7 @@ def try_prompts(
 def _share_of_ours(pool: KVPool, flash: FlashPrompts, timer: Timer, tokens: int) -> float:
     """The library's time as a share of ours, with its copy of the keys. Raises AttentionUnavailable for other
     results."""
-    trial = _trial_pool(pool, tokens)
+    trial = trial_pool(pool, tokens)
     kv, size = trial.full.kv_L2KSD, trial.page_size
     kv_heads, dim = kv.shape[2], kv.shape[4]
     pages = np.random.default_rng(1).permutation(trial.num_pages).astype(np.int32)
@@ -90,7 +90,8 @@ def _share_of_ours(pool: KVPool, flash: FlashPrompts, timer: Timer, tokens: int)
     return other_s / ours_s
 
 
-def _trial_pool(pool: KVPool, tokens: int) -> KVPool:
+def trial_pool(pool: KVPool, tokens: int) -> KVPool:
+    """A pool for one sequence, with keys like those of `pool`, and no windows."""
     kv = pool.full.kv_L2KSD
     settings = CacheSettings(
         page_size=pool.page_size,

@@ -46,7 +46,9 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     backend.TritonAttention = AnyTriton  # type: ignore[attr-defined]
     trial_of_prompts = ModuleType("engine.attention.prompt_trial")
     trial_of_prompts.try_prompts = lambda _pool, _sinks: ("a library", "prompts by a library")  # type: ignore[attr-defined]
-    for module in (backend, trial_of_prompts):
+    trial_of_bits = ModuleType("engine.attention.bits_trial")
+    trial_of_bits.check_bits = lambda _pool: None  # type: ignore[attr-defined]
+    for module in (backend, trial_of_prompts, trial_of_bits):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(trial, "write_one", lambda _device: None)
 
@@ -95,7 +97,14 @@ def test_deterministic_attention_of_triton_has_splits_of_one_length(monkeypatch:
     choice = choose_attention("triton", pool(torch.float32), CPU, deterministic=True)
     assert isinstance(choice.tables, AnyTriton)
     assert (choice.tables.deterministic, choice.tables.prompts) == (True, None)
-    assert choice.reason.endswith("splits of one length")
+    assert "splits of one length" in choice.reason
+
+    def differ(_pool: KVPool) -> None:
+        raise AttentionUnavailable("triton", "a query has other bits")
+
+    sys.modules["engine.attention.bits_trial"].check_bits = differ  # type: ignore[attr-defined]
+    with pytest.raises(AttentionUnavailable, match="a query has other bits"):
+        choose_attention("triton", pool(torch.float32), CPU, deterministic=True)
 
 
 def test_without_them_it_has_torch(monkeypatch: pytest.MonkeyPatch) -> None:

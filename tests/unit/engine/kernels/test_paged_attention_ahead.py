@@ -8,10 +8,10 @@ import torch
 import triton
 
 from engine.attention.parts import CHUNK
-from engine.attention.tiles import TileShape, default_tiles
+from engine.attention.tiles import TileShape, default_tiles, deterministic_tiles
 from engine.attention.triton_backend import JOIN_ELEMENTS
 from engine.runner.kv_pool import FP8
-from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, Build, Compiler, Constant
+from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, Build, Compiler, Constant, Report
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16", FP8: "fp8e4nv"}
 DIVISIBLE = (
@@ -79,14 +79,16 @@ def attention(
     )
 
 
-def check(compiler: Compiler, builds: list[Build]) -> None:
-    for one, report in zip(builds, compiler.build(builds), strict=True):
+def check(compiler: Compiler, builds: list[Build]) -> list[Report]:
+    reports = compiler.build(builds)
+    for one, report in zip(builds, reports, strict=True):
         assert report.spilled_bytes <= MOST_SPILLED, f"{one}: {report}"
         assert report.fits(one.capability), f"{one}: {report}"
         if one.signature["q"] != "*fp32":
             products = "HGMMA" if one.capability >= 90 and one.constants["BLOCK_M"] != 16 else "HMMA"
             assert products in report.sass, f"{one}: no {products}"
             assert report.sass.count(WIDE_COPY) >= 8, f"{one}: copies are narrow"
+    return reports
 
 
 def test_defaults_of_common_models(compiler: Compiler) -> None:
@@ -119,6 +121,22 @@ def test_defaults(compiler: Compiler, dim: int, dtype: torch.dtype, capability: 
         for page_size, splits in ((16, 32), (128, 1)):
             builds.append(attention(shape, dim, dtype, capability, page_size, MAX_SPLITS=splits))
     check(compiler, builds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+def test_deterministic_tiles(compiler: Compiler, dtype: torch.dtype) -> None:
+    """Over windows both shapes have as many sums in their loops, since they sum in the same order. Without windows the
+    wide one has a second loop."""
+    tiles = deterministic_tiles(128, dtype, 90)
+    builds = [
+        attention(shape, 128, dtype, 90, SPLIT_BLOCKS=tiles.split_blocks, HAS_WINDOW=window, HAS_SINKS=window)
+        for window in (False, True)
+        for shape in tiles.shapes
+    ]
+    *_, narrow, wide = check(compiler, builds)
+    for name in ("FADD", "FFMA"):
+        assert narrow.sass.count(name) == wide.sass.count(name), name
 
 
 def test_every_way_through_the_kernel(compiler: Compiler) -> None:
