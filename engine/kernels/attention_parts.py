@@ -69,7 +69,7 @@ def cut_into_parts(
     most 2 * room parts. `room` is `budget` less the tiles, but at least budget // 2.
 
     With SPLIT_BLOCKS > 0 splits are that long, and begin at multiples of it: an item has all of its splits or one. The
-    longest items are cut, as many as there are slots for.
+    longest items are cut, as many as there are slots for. So there are at most tiles + budget parts.
     """
     item = tl.program_id(0)
     index_B = tl.arange(0, BLOCK_B)

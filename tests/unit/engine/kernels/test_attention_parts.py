@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ class Cutting:
 def check(cutting: Cutting, items: Sequence[Item], budget: int) -> Cut:
     """Each tile has its parts in order, and the bounds of the kernel's docstring hold."""
     tiles = [cutting.tiles(new) for new, _ in items]
-    bound = max(budget, sum(tiles) + budget // 2)
+    bound = sum(tiles) + budget if cutting.split_blocks else max(budget, sum(tiles) + budget // 2)
     cut = cutting.cut(items, budget, bound + 5)
     counts = [tile * split for tile, split in zip(tiles, cut.splits, strict=True)]
     assert cut.items == [item for item, count in enumerate(counts) for _ in range(count)]
@@ -104,6 +104,21 @@ def test_a_turn_on_a_long_history_fills_the_card(new: int, splits: int) -> None:
 
 def test_short_items_are_not_cut_however_much_room_there_is() -> None:
     assert check(Cutting(), [(1, 128), (1, 1), (1, 129)], budget=1000).splits == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("budget", "splits"),
+    [(1000, [64, 3, 1, 64]), (130, [64, 1, 1, 64]), (127, [1, 1, 1, 1]), (2, [1, 1, 1, 1])],
+)
+def test_splits_of_one_length_are_all_cut_or_none(budget: int, splits: list[int]) -> None:
+    """The longest first, as many as there are slots for."""
+    items = [(1, 32768), (1, 1300), (1, 512), (1, 32768)]
+    assert check(Cutting(split_blocks=8, max_splits=1000), items, budget).splits == splits
+
+
+def test_a_window_may_begin_within_a_split() -> None:
+    """Blocks 8 to 10 of 64 keys lie in one split, blocks 7 to 9 in two."""
+    assert check(Cutting(split_blocks=8, window=129), [(1, 704), (1, 640)], 64).splits == [2, 2]
 
 
 @pytest.mark.parametrize("budget", [2, 3, 64])
@@ -148,4 +163,7 @@ def test_any_step(seed: int) -> None:
         max_splits=choose.choice([4, 32]),
         window=choose.choice([None, None, choose.randint(1, 4000)]),
     )
-    check(cutting, items, choose.choice([2, 5, 33, 198, 1584]))
+    budget = choose.choice([2, 5, 33, 198, 1584])
+    check(cutting, items, budget)
+    fixed = replace(cutting, split_blocks=choose.choice([1, 4, 8]), max_splits=1_000_000)
+    check(fixed, items, budget)

@@ -182,11 +182,11 @@ def test_writes(compiler: Compiler, pool: str, kv: str) -> None:
 
 
 @pytest.mark.parametrize("window", [False, True])
-@pytest.mark.parametrize("items", [1, 64, 1024])
-def test_cutting_into_parts(compiler: Compiler, items: int, window: bool) -> None:
+@pytest.mark.parametrize(("items", "split_blocks"), [(1, 0), (64, 8), (1024, 0)])
+def test_cutting_into_parts(compiler: Compiler, items: int, split_blocks: int, window: bool) -> None:
     constants: dict[str, Constant] = {
         "GROUP": 8, "LEAST_ROWS": 16, "MOST_ROWS": 2**31 - 1, "BLOCK_M": 128, "BLOCK_N": 64, "MIN_BLOCKS": 4,
-        "MAX_SPLITS": 32, "HAS_WINDOW": window, "BLOCK_B": items, "CHUNK": CHUNK,
+        "MAX_SPLITS": 32, "SPLIT_BLOCKS": split_blocks, "HAS_WINDOW": window, "BLOCK_B": items, "CHUNK": CHUNK,
     }  # fmt: skip
     signature = {
         **dict.fromkeys((*PARTS, "query_starts", "kv_lens"), "*i32"),
