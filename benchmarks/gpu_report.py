@@ -51,6 +51,7 @@ SECTIONS = {
     "sessions": Section("benchmarks.gpu.sessions:run", 540),
     "served": Section("benchmarks.gpu.served:run", 240),
     "operators": Section("benchmarks.gpu.operators:run", 180),
+    "ordered": Section("benchmarks.gpu.ordered:run", 120),
     "checks": Section("benchmarks.gpu.checks:run", 420),
     "tune": Section("benchmarks.gpu.tune:run", 480, by_default=False),
 }
