@@ -14,6 +14,7 @@ import torch
 
 from cache.token_chain import KVIdentity
 from engine.attention.choose import AttentionChoice, choose_attention
+from engine.attention.interface import Queries
 from engine.device import dtype_name, is_gpu, memory_room, peak_bytes, reset_peak, resolve_device
 from engine.kernels.choose import choose_ops, triton_trouble
 from engine.memory import MemoryShort, check_host, memory_for
@@ -180,9 +181,13 @@ def steps_beyond_graphs(limits: StepLimits, execution: ExecutionSettings) -> lis
 
 def attention_of(loaded: LoadedModel, pool: KVPool, execution: ExecutionSettings) -> AttentionChoice:
     """The backend for the model's layers over a pool that nothing has been written to yet."""
-    deterministic = loaded.deterministic is not None
+    queries = Queries(loaded.group, loaded.dtype)
     return choose_attention(
-        execution.attention, pool, loaded.device, sinks=loaded.sinks, deterministic=deterministic
+        execution.attention,
+        pool,
+        loaded.device,
+        sinks=loaded.sinks,
+        deterministic=None if loaded.deterministic is None else queries,
     )
 
 

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention.cpu_backend import CpuAttention
-from engine.attention.interface import AttentionBackend, AttentionUnavailable, TableAttention
+from engine.attention.interface import (
+    AttentionBackend,
+    AttentionUnavailable,
+    Queries,
+    TableAttention,
+)
 from engine.attention.table_torch import TorchTables
 from engine.attention.tables import ItemAttention
 from engine.attention.torch_backend import TorchAttention
@@ -39,7 +44,7 @@ class _Place:
     pool: KVPool
     device: torch.device
     sinks: int
-    deterministic: bool
+    deterministic: Queries | None
     searches: bool
     """Whether the settings leave the choice to us."""
 
@@ -50,12 +55,13 @@ def choose_attention(
     device: torch.device,
     *,
     sinks: int = 0,
-    deterministic: bool = False,
+    deterministic: Queries | None = None,
 ) -> AttentionChoice:
     """The backend `name` over a pool that nothing has been written to yet; auto is the first that can run.
 
-    `sinks` is the number of heads with attention sinks in the model's layers, 0 if there are none. With `deterministic`
-    only a backend will do whose results do not depend on what else a step holds. Raises AttentionUnavailable with the
+    `sinks` is the number of heads with attention sinks in the model's layers, 0 if there are none. With the
+    queries of a model that is to be `deterministic` only a backend will do whose results do not depend on what else a
+    step holds. Raises AttentionUnavailable with the
     reasons if the backend, or with auto every backend, cannot run.
     """
     place = _Place(pool, device, sinks, deterministic, name == "auto")
@@ -75,7 +81,7 @@ def choose_attention(
 def _choice(name: str, reason: str, place: _Place) -> AttentionChoice:
     if name == "cpu":
         return AttentionChoice(name, reason, _cpu(place), TorchTables(place.pool))
-    if place.deterministic and name != "triton":
+    if place.deterministic is not None and name != "triton":
         raise AttentionUnavailable(
             name, "its sums depend on what else a step holds (execution.deterministic)"
         )
@@ -95,7 +101,7 @@ def _cpu(place: _Place) -> CpuAttention:
     kernels = find_kernels()
     if isinstance(kernels, NoKernels):
         raise AttentionUnavailable("cpu", kernels.reason)
-    return CpuAttention(place.pool, kernels, deterministic=place.deterministic)
+    return CpuAttention(place.pool, kernels, deterministic=place.deterministic is not None)
 
 
 def _torch(place: _Place) -> TableAttention:
@@ -123,10 +129,10 @@ def _triton(place: _Place) -> tuple[TableAttention, str]:
         raise AttentionUnavailable("triton", trouble)
     from engine.attention.triton_backend import TritonAttention
 
-    if place.deterministic:
+    if place.deterministic is not None:
         from engine.attention.bits_trial import check_bits
 
-        check_bits(place.pool)
+        check_bits(place.pool, place.deterministic)
         return TritonAttention(place.pool, deterministic=True), "splits of one length, bits compared at start"
     if not place.searches:
         return TritonAttention(place.pool), ""

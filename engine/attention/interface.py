@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -39,6 +40,14 @@ class AttentionItem:
     pages: NDArray[np.int32]
     contiguous: bool
     window_pages: NDArray[np.int32] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """A model's queries: how many of its heads share a key head, and their dtype."""
+
+    group: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -125,5 +125,5 @@ class PartCutter:
     def _most_splits(self, shape: TileShape, most_keys: int) -> int:
         """Of one tile over `most_keys` keys, which may be more than it sees."""
         if self._tiles.every_split is not None:
-            return -(-most_keys // self._tiles.every_split) + 1
+            return max(2, -(-most_keys // self._tiles.every_split))  # one kernel for short and long steps
         return min(self._tiles.max_splits, -(-most_keys // self._tiles.least_split(shape)))

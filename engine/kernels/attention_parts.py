@@ -69,7 +69,8 @@ def cut_into_parts(
     most 2 * room parts. `room` is `budget` less the tiles, but at least budget // 2.
 
     With SPLIT_BLOCKS > 0 splits are that long, and begin at multiples of it: an item has all of its splits or one. The
-    longest items are cut, as many as there are slots for. So there are at most tiles + budget parts.
+    longest items are cut, as many as there are slots for; those within a factor of two are cut in their order. So there
+    are at most tiles + budget parts, and MAX_SPLITS is no bound.
     """
     item = tl.program_id(0)
     index_B = tl.arange(0, BLOCK_B)
@@ -87,13 +88,23 @@ def cut_into_parts(
     blocks_B = tl.where(mine_B, tl.cdiv(kv_len_B, BLOCK_N) - first_key_B // BLOCK_N, 0)
     splits_B = tl.full((BLOCK_B,), 1, tl.int32)
     if SPLIT_BLOCKS > 0:
-        # A tile's reach need not begin where a split does, and one tile's may be a block longer than the last one's.
-        MORE: tl.constexpr = 1 if HAS_WINDOW else 0
-        all_splits_B = tl.where(mine_B, tl.cdiv(blocks_B + MORE, SPLIT_BLOCKS) + MORE, 0)
-        least = tl.full((), 2, tl.int32)
-        while tl.sum(tl.where(all_splits_B >= least, tiles_B * all_splits_B, 0), 0) > budget:
+        all_splits_B = tl.where(mine_B, tl.cdiv(tl.cdiv(kv_len_B, BLOCK_N), SPLIT_BLOCKS), 0)
+        if (
+            HAS_WINDOW
+        ):  # a reach may begin within a split, and the first tile's be some blocks longer than the last's
+            longest_B = tl.cdiv(blocks_B + tl.cdiv(BLOCK_M, BLOCK_N), SPLIT_BLOCKS) + 1
+            all_splits_B = tl.minimum(all_splits_B, longest_B)
+        left = budget + tl.zeros((), tl.int32)
+        least = tl.full((), 1, tl.int32)
+        while 2 * least <= tl.max(all_splits_B, 0):
             least *= 2
-        splits_B = tl.where(all_splits_B >= least, all_splits_B, 1)
+        while least > 1:
+            alike_B = (all_splits_B >= least) & (all_splits_B < 2 * least)
+            slots_of_B = tl.where(alike_B, tiles_B * all_splits_B, 0)
+            fits_B = alike_B & (tl.cumsum(slots_of_B, 0) <= left)
+            splits_B = tl.where(fits_B, all_splits_B, splits_B)
+            left -= tl.sum(tl.where(fits_B, slots_of_B, 0), 0)
+            least //= 2
     elif MAX_SPLITS > 1:
         all_blocks = tl.sum(tiles_B * blocks_B, 0)
         room = tl.maximum(budget - tl.sum(tiles_B, 0), budget // 2)

@@ -186,6 +186,8 @@ class MeasuredLinears:
                     self._passed_over[name] = f"other {what} ({expected_NO.shape[1]} outputs, {rows} rows)"
                     return False
         except Exception as error:
+            if self._exact and isinstance(error, torch.OutOfMemoryError):
+                raise
             self._passed_over[name] = f"{type(error).__name__}: {error}"
             return False
         return True

@@ -48,11 +48,11 @@ LinearsFor = Callable[[torch.device, torch.dtype, torch.dtype], Linears]
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """`layout` and `dtype` say what KV the model keeps; `dtype` is also that of activations. A `native` model's passes
-    never need the host, so CUDA graphs of them can be captured. `about` says what its products run on, and why, where
-    there was a choice. `fingerprint` is that of configuration and weights of the whole model; `weights_dtype` is how
-    they are held here, but for matrices that stay in fp8 (`keeps_fp8`). `sinks` is the most heads with attention sinks
-    of a layer. If the model was loaded to be `deterministic`, that is the build of the kernels whose
-    order of sums it has."""
+    never need the host, so CUDA graphs of them can be captured. `about` says what its products run on, and why,
+    where there was a choice. `fingerprint` is that of configuration and weights of the whole model; `weights_dtype`
+    is how they are held here, but for matrices that stay in fp8 (`keeps_fp8`). `sinks` is the most heads with
+    attention sinks of a layer, `group` how many query heads of a native model share a key head. If the model was
+    loaded to be `deterministic`, that is the build of the kernels whose order of sums it has."""
 
     model: CausalModel
     layout: KVLayout
@@ -65,6 +65,7 @@ class LoadedModel:
     fingerprint: str
     weights_dtype: torch.dtype
     sinks: int = 0
+    group: int = 1
     keeps_fp8: bool = False
     deterministic: str | None = None
     about: Mapping[str, str] = field(default_factory=dict)
@@ -102,6 +103,8 @@ def load_model(
         if deterministic:
             raise UnsupportedModel(f"execution.deterministic is for native models ({refusal})") from refusal
         return _load_bridged(directory, config, settings, device, refusal)
+    if deterministic and ranks.size > 1:
+        raise UnsupportedModel(f"execution.deterministic: {ranks.size} ranks sum in an order of their own")
     choose: LinearsFor = partial(choose_linears, linear, deterministic=deterministic)
     if make_linear is not None:
         assert not deterministic, "what is given may sum in any order"
@@ -157,6 +160,7 @@ def _load_native(
         native=True,
         fingerprint=_fingerprint(directory, settings, device),
         weights_dtype=weights_dtype,
+        group=spec.num_heads // spec.num_kv_heads,
         keeps_fp8=whole.fp8 is not None and ranks.size == 1 and isinstance(linears, Fp8Linears),
         about=linears.describe(),
     )

@@ -84,7 +84,8 @@ class OrderedLinears:
                 continue
             name = f"ordered_{tiles.block_n}x{tiles.block_o}x{tiles.block_i}"
             makes[name] = partial(OrderedLinear, weight_OI, bias_O, tiles, gated=gated)
-            most_rows[name] = ROWS_OF_TILES * tiles.block_n
+            if len(makes) > 1:  # the first is for any number
+                most_rows[name] = ROWS_OF_TILES * tiles.block_n
         outputs, inputs = weight_OI.shape
         shape = outputs, inputs, bias_O is not None
         return measured.choose(shape, weight_OI.dtype, weight_OI.device, makes, most_rows)

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from engine.api import SamplingParams, TokenLogprob
-from engine.device import fetch, send, send_bytes
+from engine.device import fetch, is_gpu, send, send_bytes
 from engine.runner.penalties import Penalties
 
 SEED_MASK = 2**64 - 1
@@ -45,6 +46,16 @@ def uniform(seed: int, position: int) -> float:
     return float(int(bits) >> 11) * UNIT_53
 
 
+def log_probabilities(logits_RV: Tensor) -> Tensor:
+    """In float32. On a GPU torch sums a row in an order that depends on its first number's address, modulo 16 bytes. So
+    rows get a multiple of four numbers; those added have no weight."""
+    wide_RV = logits_RV.float()
+    added = -wide_RV.shape[1] % 4
+    if not added or not is_gpu(wide_RV.device):
+        return torch.log_softmax(wide_RV, dim=-1)
+    return torch.log_softmax(pad(wide_RV, (0, added), value=-torch.inf), dim=-1)[:, :-added]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
     """By row, the log-probability of its token, and those of the K most likely tokens with their ids, of the raw model
@@ -57,7 +68,7 @@ class Scores:
     @classmethod
     def of(cls, logits_RV: Tensor, tokens_R: Tensor, most: int) -> Scores:
         """Scores with up to `most` likely tokens, computed where the logits are."""
-        logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
+        logprobs_RV = log_probabilities(logits_RV)
         chosen_R = logprobs_RV.gather(1, tokens_R[:, None])[:, 0]
         most = min(most, logprobs_RV.shape[1])
         if not most:

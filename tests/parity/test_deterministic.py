@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from engine.api import GenerateRequest, LogprobParams, SamplingParams, TokenDelta, TokenLogprob
+from engine.attention import tiles
 from engine.build import assemble_engine
 from engine.build_runner import build_runner
 from engine.kernels.choose import choose_ops
@@ -25,6 +26,7 @@ from engine.settings import (
     CacheSettings,
     DeviceName,
     DTypeName,
+    ExecutionSettings,
     ModelSettings,
     SchedulerSettings,
     SpeculationMethod,
@@ -102,29 +104,46 @@ def load(directory: Path, dtype: DTypeName, threads: int, *, deterministic: bool
     "cell", CELLS, ids=lambda cell: f"{cell.speculation}-page{cell.page_size}"
     f"{'-chunked' * cell.chunked}{'-retracting' * cell.retracting}",
 )  # fmt: skip
-def test_what_ran_beside_a_request_changes_no_bit_of_it(models: Models, cell: Cell) -> None:
+def test_what_ran_beside_a_request_changes_no_bit_of_it(
+    models: Models, cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU sequences are long enough for two splits."""
+    monkeypatch.setattr(tiles, "EVERY_SPLIT", 64)
     run = CellRun(cell, models.mixed, models.draft if cell.speculation == "draft" else None)
     run.run()
     assert len(run.finished) >= 30
+    passes = SinglePasses(models.alone, cell.page_size)
     for each in run.finished:
-        assert each.logprobs == one_pass(models.alone, cell.page_size, each), (each.what, cell.seed)
+        assert each.logprobs == passes.logprobs(each), (each.what, cell.seed)
+    passes.close()
 
 
-def one_pass(loaded: LoadedModel, page_size: int, finished: Finished) -> list[TokenLogprob]:
-    """The output's log-probabilities by a pass over all its tokens but the last, which it gives anew: alone and in one
-    chunk."""
-    cache = CacheSettings(page_size, 2 * CONTEXT // page_size + 2, window_ratio=1.0)
-    limits = SchedulerSettings(max_batch_tokens=CONTEXT, chunk_size=CONTEXT)
-    deltas: list[TokenDelta] = []
-    runner = build_runner(loaded, cache, scheduler=limits)
-    engine = assemble_engine(runner, cache, limits, SpeculationSettings(), frozenset(), deltas.extend)
-    asked = LogprobParams(output=True, top=VOCAB, input_start=finished.prompt_len - 1)
-    engine.submit(
-        GenerateRequest("again", finished.tokens[:-1], SamplingParams(1, temperature=0.0), logprobs=asked)
-    )
-    engine._drain_inbox(block=False)
-    while engine.step():
-        pass
-    runner.close()
-    _, *inputs = [entry for delta in deltas for entry in delta.input_logprobs]
-    return [*inputs, *(entry for delta in deltas for entry in delta.logprobs)]
+class SinglePasses:
+    """An engine that computes each sequence alone, anew and in one chunk."""
+
+    def __init__(self, loaded: LoadedModel, page_size: int) -> None:
+        cache = CacheSettings(page_size, 2 * CONTEXT // page_size + 2, window_ratio=1.0, prefix_cache=False)
+        limits = SchedulerSettings(max_batch_tokens=CONTEXT, chunk_size=CONTEXT)
+        execution = ExecutionSettings(graphs=False)
+        self._deltas: list[TokenDelta] = []
+        self._runner = build_runner(loaded, cache, scheduler=limits, execution=execution)
+        self._engine = assemble_engine(
+            self._runner, cache, limits, SpeculationSettings(), frozenset(), self._deltas.extend
+        )
+
+    def logprobs(self, finished: Finished) -> list[TokenLogprob]:
+        """The output's, by a pass over all its tokens but the last, which it gives anew."""
+        self._deltas.clear()
+        asked = LogprobParams(output=True, top=VOCAB, input_start=finished.prompt_len - 1)
+        self._engine.submit(
+            GenerateRequest("again", finished.tokens[:-1], SamplingParams(1, temperature=0.0), logprobs=asked)
+        )
+        self._engine._drain_inbox(block=False)
+        while self._engine.step():
+            pass
+        assert self._deltas[-1].cached_tokens == 0
+        _, *inputs = [entry for delta in self._deltas for entry in delta.input_logprobs]
+        return [*inputs, *(entry for delta in self._deltas for entry in delta.logprobs)]
+
+    def close(self) -> None:
+        self._runner.close()

@@ -13,7 +13,7 @@ from engine.attention import choose, flash_backend
 from engine.attention.choose import choose_attention
 from engine.attention.cpu_backend import CpuAttention
 from engine.attention.flash_backend import FlashFunction
-from engine.attention.interface import AttentionUnavailable
+from engine.attention.interface import AttentionUnavailable, Queries
 from engine.attention.table_torch import TorchTables
 from engine.attention.tables import ItemAttention
 from engine.attention.torch_backend import TorchAttention
@@ -24,6 +24,7 @@ from engine.settings import CacheSettings, KVDType
 from tests.unit.engine.cpu.builds import every_build, kernels_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+QUERIES = Queries(4, torch.float32)
 
 
 def pool(dtype: torch.dtype = torch.bfloat16, page_size: int = 16, kv_dtype: KVDType = "auto") -> KVPool:
@@ -47,7 +48,7 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     trial_of_prompts = ModuleType("engine.attention.prompt_trial")
     trial_of_prompts.try_prompts = lambda _pool, _sinks: ("a library", "prompts by a library")  # type: ignore[attr-defined]
     trial_of_bits = ModuleType("engine.attention.bits_trial")
-    trial_of_bits.check_bits = lambda _pool: None  # type: ignore[attr-defined]
+    trial_of_bits.check_bits = lambda _pool, _queries: None  # type: ignore[attr-defined]
     for module in (backend, trial_of_prompts, trial_of_bits):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(trial, "write_one", lambda _device: None)
@@ -83,28 +84,28 @@ def test_a_cpu_has_the_compiled_kernels(variant: str) -> None:
 
 def test_deterministic_attention_is_that_of_the_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AttentionUnavailable, match=r"'torch' cannot run: .*execution\.deterministic"):
-        choose_attention("torch", pool(torch.float32), CPU, deterministic=True)
+        choose_attention("torch", pool(torch.float32), CPU, deterministic=QUERIES)
     with pytest.raises(AttentionUnavailable, match=r"execution\.deterministic"):
-        choose_attention("auto", pool(), GPU, deterministic=True)
+        choose_attention("auto", pool(), GPU, deterministic=QUERIES)
     monkeypatch.setattr(choose, "find_kernels", lambda: NoKernels("there was no compiler"))
     with pytest.raises(AttentionUnavailable, match="there was no compiler"):
-        choose_attention("auto", pool(torch.float32), CPU, deterministic=True)
+        choose_attention("auto", pool(torch.float32), CPU, deterministic=QUERIES)
 
 
 def test_deterministic_attention_of_triton_has_splits_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
     with_triton(monkeypatch)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    choice = choose_attention("triton", pool(torch.float32), CPU, deterministic=True)
+    choice = choose_attention("triton", pool(torch.float32), CPU, deterministic=QUERIES)
     assert isinstance(choice.tables, AnyTriton)
     assert (choice.tables.deterministic, choice.tables.prompts) == (True, None)
     assert "splits of one length" in choice.reason
 
-    def differ(_pool: KVPool) -> None:
+    def differ(_pool: KVPool, _queries: Queries) -> None:
         raise AttentionUnavailable("triton", "a query has other bits")
 
     sys.modules["engine.attention.bits_trial"].check_bits = differ  # type: ignore[attr-defined]
     with pytest.raises(AttentionUnavailable, match="a query has other bits"):
-        choose_attention("triton", pool(torch.float32), CPU, deterministic=True)
+        choose_attention("triton", pool(torch.float32), CPU, deterministic=QUERIES)
 
 
 def test_without_them_it_has_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.bits_trial import check_bits
-from engine.attention.interface import AttentionTables, AttentionUnavailable, LayerTraits
+from engine.attention.interface import AttentionTables, AttentionUnavailable, LayerTraits, Queries
 from engine.attention.tiles import AttentionTiles, TileShape
 from engine.attention.triton_backend import TritonAttention
 from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
@@ -58,13 +58,18 @@ def test_scores_and_padding(sinks: bool) -> None:
     check(fp8)
 
 
-def test_the_bits_are_tried() -> None:
+@pytest.mark.parametrize("window", [None, 20])
+def test_the_bits_are_tried(window: int | None) -> None:
     """Bits on a GPU; in the interpreter the same steps, of which one is then made to differ."""
-    pool = make_kv_pool(KVLayout(1, 16, (None,)), CacheSettings(16, 4), torch.float32, DEVICE)
+    windows = (None,) if window is None else (None, window)
+    pool = make_kv_pool(
+        KVLayout(1, 16, windows), CacheSettings(16, 4, window_ratio=1.0), torch.float32, DEVICE
+    )
+    queries = Queries(2, torch.float32)
     if ON_GPU:
-        check_bits(pool)
+        check_bits(pool, queries)
         return
-    steps = (((1, 1), (1, 33)), ((3, 34), (9, 40)))
+    steps = (((1, 1), (1, 33)), ((3, 34), (9, 40)))[: 2 if window is None else 1]
 
     def small(pool: KVPool, multiprocessors: int | None) -> TritonAttention:
         return TritonAttention(pool, SMALL_TILES, multiprocessors or 64)
@@ -75,10 +80,18 @@ def test_the_bits_are_tried() -> None:
         compared.append(one.shape[0])
         return torch.allclose(one, other, atol=1e-5, rtol=1e-5)
 
-    check_bits(pool, small, steps, close)
-    assert len(compared) == 2 * 2 * 4
-    with pytest.raises(AttentionUnavailable, match=r"other bits in another step \(3 of 34 tokens\)"):
-        check_bits(pool, small, steps, lambda one, _other: one.shape[0] != 3)
+    check_bits(pool, queries, small, steps, close)
+    assert len(compared) == (2 * 4 if window is None else 2 * 2 * 2)
+    with pytest.raises(AttentionUnavailable, match=r"other bits in another step \(1 of 1 tokens\)"):
+        check_bits(pool, queries, small, steps, lambda _one, _other: False)
+
+    def broken(_pool: KVPool, _multiprocessors: int | None) -> TritonAttention:
+        raise RuntimeError("out of resource")
+
+    with pytest.raises(
+        AttentionUnavailable, match="bits could not be compared: RuntimeError: out of resource"
+    ):
+        check_bits(pool, queries, broken)
 
 
 def test_one_width_of_blocks() -> None:

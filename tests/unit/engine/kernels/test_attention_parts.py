@@ -72,6 +72,9 @@ def check(cutting: Cutting, items: Sequence[Item], budget: int) -> Cut:
     """Each tile has its parts in order, and the bounds of the kernel's docstring hold."""
     tiles = [cutting.tiles(new) for new, _ in items]
     bound = sum(tiles) + budget if cutting.split_blocks else max(budget, sum(tiles) + budget // 2)
+    if cutting.split_blocks:  # of a step whose page table is as wide as its longest item
+        most_keys = max(total for _, total in items)
+        bound = min(bound, sum(tiles) * max(2, -(-most_keys // (cutting.split_blocks * cutting.block_n))))
     cut = cutting.cut(items, budget, bound + 5)
     counts = [tile * split for tile, split in zip(tiles, cut.splits, strict=True)]
     assert cut.items == [item for item, count in enumerate(counts) for _ in range(count)]
@@ -108,17 +111,28 @@ def test_short_items_are_not_cut_however_much_room_there_is() -> None:
 
 @pytest.mark.parametrize(
     ("budget", "splits"),
-    [(1000, [64, 3, 1, 64]), (130, [64, 1, 1, 64]), (127, [1, 1, 1, 1]), (2, [1, 1, 1, 1])],
+    [
+        (1000, [64, 3, 1, 64]),
+        (130, [64, 1, 1, 64]),
+        (127, [64, 3, 1, 1]),
+        (63, [1, 3, 1, 1]),
+        (2, [1, 1, 1, 1]),
+    ],
 )
-def test_splits_of_one_length_are_all_cut_or_none(budget: int, splits: list[int]) -> None:
+def test_splits_of_one_length_are_all_there_or_none(budget: int, splits: list[int]) -> None:
     """The longest first, as many as there are slots for."""
     items = [(1, 32768), (1, 1300), (1, 512), (1, 32768)]
     assert check(Cutting(split_blocks=8, max_splits=1000), items, budget).splits == splits
 
 
 def test_a_window_may_begin_within_a_split() -> None:
-    """Blocks 8 to 10 of 64 keys lie in one split, blocks 7 to 9 in two."""
+    """Blocks 8 to 10 of 64 keys lie in one split, blocks 7 to 9 in two. A whole history is cut no further than it
+    reaches: parts past it had no room."""
     assert check(Cutting(split_blocks=8, window=129), [(1, 704), (1, 640)], 64).splits == [2, 2]
+    assert check(Cutting(split_blocks=8, window=4096, block_m=64), [(256, 1024), (1, 1024)], 64).splits == [
+        2,
+        2,
+    ]
 
 
 @pytest.mark.parametrize("budget", [2, 3, 64])
