@@ -172,3 +172,9 @@ def test_bridged_models_are_not_shared_out(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
     with pytest.raises(UnsupportedModel, match="tensor_parallel 2: only native families"):
         load_model(ModelSettings(path=str(tmp_path), device="cpu"), ranks=TwoRanks())
+
+
+def test_ranks_are_not_deterministic(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"execution\.deterministic: 2 ranks"):
+        load_model(ModelSettings(path=str(tmp_path), device="cpu"), ranks=TwoRanks(), deterministic=True)

@@ -11,12 +11,14 @@ import torch
 
 from engine.api import SamplingParams
 from engine.batch import SampleSpec, SeenTokens
+from engine.runner import sampler
 from engine.runner.penalties import PenaltyTable
 from engine.runner.sampler import (
     allowed_rows,
     argmax_rows,
     candidates,
     edit_logits,
+    log_probabilities,
     sample_row,
     token_logprobs,
     uniform,
@@ -221,3 +223,23 @@ def test_only_allowed_tokens_are_picked_however_that_is_done(params: SamplingPar
     penalties = PenaltyTable().of(SampleSpec(params, seen), masked_V)
     picks = {sample_row(masked_V, params, position, penalties) for position in range(200)}
     assert picks <= set(allowed)
+
+
+@pytest.mark.parametrize("vocab", [24, 1025, 1026, 1027, 1028])
+def test_rows_that_are_aligned_have_the_same_log_probabilities(
+    monkeypatch: pytest.MonkeyPatch, vocab: int
+) -> None:
+    logits_RV = torch.randn(5, vocab).bfloat16()
+    monkeypatch.setattr(sampler, "is_gpu", lambda _device: True)
+    expected_RV = torch.log_softmax(logits_RV.float(), dim=-1)
+    torch.testing.assert_close(log_probabilities(logits_RV), expected_RV, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("vocab", [24, 1501, 32_001, 128_257])
+def test_a_row_has_the_same_bits_at_every_place(vocab: int) -> None:
+    """torch deals the numbers of a row to threads by the row's address: rows of 32,001 numbers differed."""
+    row_V = torch.randn(vocab, device="cuda")
+    scores_RV = log_probabilities(row_V.expand(9, vocab).contiguous())
+    assert all(torch.equal(each_V, scores_RV[0]) for each_V in scores_RV)
+    assert torch.equal(log_probabilities(row_V[None])[0], scores_RV[0])
