@@ -305,12 +305,12 @@ def paged_attention(
     engine/kernels/attention_parts.py, which explains `part_starts`, `item_splits`, `slot_starts` and `part_items`. The
     grid has room for each part and key head; programs that find no part end at once. A split has at least MIN_BLOCKS
     blocks, but the last of a tile may have fewer. SPLIT_BLOCKS: the blocks of every split, 0 if they are as many as the
-    step needs. A tile with a single split writes the output itself. Otherwise
-    `partials` [slots * K, M, D] and `sums` [slots * K, 2, M] hold the result of each split, and `counters`, zero before
-    and after, count how many splits of a tile are done. MAX_SPLITS is a power of two that no item exceeds. Q_FACTOR is
-    the sign of the scores' scale: -1, 0 or 1. COMPUTE is the dtype of products, SCORES that of queries by keys: float16
-    holds keys in fp8 exactly, by one instruction, and each query is scaled into its range. WIDE: a head's offsets need
-    64 bits. score_scale and cap hold log2(e), see _attend_block.
+    step needs. A tile with a single split writes the output itself. Otherwise `partials` [slots * K, M, D] and `sums`
+    [slots * K, 2, M] hold the result of each split, and `counters`, zero before and after, count how many splits of a
+    tile are done. MAX_SPLITS is a power of two that no item exceeds, and 1 where nothing is cut; with SPLIT_BLOCKS only
+    that matters. Q_FACTOR is the sign of the scores' scale: -1, 0 or 1. COMPUTE is the dtype of products, SCORES that
+    of queries by keys: float16 holds keys in fp8 exactly, by one instruction, and each query is scaled into its range.
+    WIDE: a head's offsets need 64 bits. score_scale and cap hold log2(e), see _attend_block.
     """
     num_parts = tl.load(part_starts + num_items)
     program = tl.program_id(0)
