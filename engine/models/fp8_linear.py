@@ -16,9 +16,10 @@ from torch.nn import functional as F
 
 from engine.kernels.fp8_few_rows import ROW_TILES, SUMS_ROWS, multiply_fp8_sums, sums_fit
 from engine.kernels.fp8_rows import MOST_ROWS, TILES, fits, multiply_fp8, multiply_out
-from engine.models.device_linear import TORCH, Linears, MeasuredLinears, Timer
+from engine.models.device_linear import Linears
 from engine.models.fp8_matrix import Fp8Matrix
 from engine.models.linear import Linear
+from engine.models.measured_linear import TORCH, MeasuredLinears, Timer
 
 FP8_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of rows that are timed; for more, matrices are multiplied out."""

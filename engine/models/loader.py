@@ -24,12 +24,13 @@ from engine.device import (
 from engine.kernels.choose import triton_build, triton_trouble
 from engine.models.config import ModelSpec, parse_spec, read_config, read_json
 from engine.models.decoder import Decoder
-from engine.models.device_linear import FixedLinears, Linears, MeasuredGated, choose_linears
+from engine.models.device_linear import FixedLinears, Linears, choose_linears
 from engine.models.errors import UnsupportedModel
 from engine.models.fingerprint import checkpoint_fingerprint, dummy_fingerprint
 from engine.models.fp8_matrix import Fp8Linears
 from engine.models.hub import find_model
 from engine.models.linear import LinearFactory
+from engine.models.measured_linear import MeasuredGated
 from engine.models.ops import DecoderOps, TorchOps
 from engine.models.protocol import CausalModel
 from engine.models.shares import Shares

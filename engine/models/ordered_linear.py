@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.ordered_product import OrderedTiles, multiply_in_order
-from engine.models.device_linear import MeasuredGated, MeasuredLinears, Timer
 from engine.models.linear import Linear
+from engine.models.measured_linear import MeasuredGated, MeasuredLinears, Timer
 
 ORDERED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
 """Numbers of rows that are timed."""

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from engine.kernels.few_rows import MOST_ROWS, FewRowsLinear, RowTiles
-from engine.models.device_linear import TORCH, MeasuredLinears
 from engine.models.linear import LinearFactory, PlainLinear
 from engine.models.loader import LoadedModel, load_model
+from engine.models.measured_linear import TORCH, MeasuredLinears
 from engine.settings import ModelSettings
 from tests.unit.engine.runner.test_device_runner import CONFIG, GREEDY, both, item, make_pair, prompts
 
