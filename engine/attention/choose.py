@@ -59,10 +59,9 @@ def choose_attention(
 ) -> AttentionChoice:
     """The backend `name` over a pool that nothing has been written to yet; auto is the first that can run.
 
-    `sinks` is the number of heads with attention sinks in the model's layers, 0 if there are none. With the
-    queries of a model that is to be `deterministic` only a backend will do whose results do not depend on what else a
-    step holds. Raises AttentionUnavailable with the
-    reasons if the backend, or with auto every backend, cannot run.
+    `sinks` is the number of heads with attention sinks in the model's layers, 0 if there are none. With the queries of
+    a model that is to be `deterministic` only a backend will do whose results do not depend on what else a step holds.
+    Raises AttentionUnavailable with the reasons if the backend, or with auto every backend, cannot run.
     """
     place = _Place(pool, device, sinks, deterministic, name == "auto")
     if name != "auto":
