@@ -48,7 +48,7 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     trial_of_prompts = ModuleType("engine.attention.prompt_trial")
     trial_of_prompts.try_prompts = lambda _pool, _sinks: ("a library", "prompts by a library")  # type: ignore[attr-defined]
     trial_of_bits = ModuleType("engine.attention.bits_trial")
-    trial_of_bits.check_bits = lambda _pool, _queries: None  # type: ignore[attr-defined]
+    monkeypatch.setattr(trial_of_bits, "check_bits", lambda _pool, _queries: None, raising=False)
     for module in (backend, trial_of_prompts, trial_of_bits):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(trial, "write_one", lambda _device: None)
@@ -103,7 +103,7 @@ def test_deterministic_attention_of_triton_has_splits_of_one_length(monkeypatch:
     def differ(_pool: KVPool, _queries: Queries) -> None:
         raise AttentionUnavailable("triton", "a query has other bits")
 
-    sys.modules["engine.attention.bits_trial"].check_bits = differ  # type: ignore[attr-defined]
+    monkeypatch.setattr(sys.modules["engine.attention.bits_trial"], "check_bits", differ)
     with pytest.raises(AttentionUnavailable, match="a query has other bits"):
         choose_attention("triton", pool(torch.float32), CPU, deterministic=QUERIES)
 
