@@ -1,7 +1,7 @@
 # make serve    installs into .venv and serves configs/cluster.yaml in the foreground
 # make monitor  runs Prometheus, and Grafana if it is installed, beside `make serve`
 # make test     installs what the tests need and runs the tests for every change
-# make test-all runs these and the long suites
+# make test-all runs these and the long suites: those without a cluster, and then those with one
 # make check    runs linters, types, import and size rules, and checks the documentation's links
 # make docs     builds the documentation as a site, in build/site
 #
@@ -34,7 +34,7 @@ LOCKED := $(PIP) install $(PIP_ARGS) --no-deps --require-hashes
 CPU_TORCH := $(PIP) install $(PIP_ARGS) --no-deps torch==$(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' requirements.lock)+cpu
 IS_CPU_TORCH := 'import importlib.metadata as m, sys; sys.exit("+cpu" not in m.version("torch"))'
 
-.PHONY: serve monitor test test-all check docs format install install-dev clean
+.PHONY: serve monitor test test-all test-without-clusters test-with-clusters check docs format install install-dev clean
 .DELETE_ON_ERROR:
 
 serve: install
@@ -43,21 +43,25 @@ serve: install
 monitor:
 	$(PYTHON) configs/monitoring/monitor.py $(MONITOR_ARGS)
 
-# A cluster uses the whole machine, so its tests run one by one. Those of the architecture are part of `make check`.
-SHARED := $(BIN)/python -m pytest --durations=10 --numprocesses $(JOBS) --dist loadfile --ignore=tests/architecture --ignore=tests/cluster --ignore=tests/clients --ignore=tests/console
-ALONE := $(BIN)/python -m pytest --durations=10 tests/cluster tests/clients tests/console
+# Two clusters at a time are too many, so their tests run one by one. Those of the architecture are part of `make check`.
+WITHOUT_CLUSTERS := $(BIN)/python -m pytest --durations=10 --numprocesses $(JOBS) --dist loadfile --ignore=tests/architecture --ignore=tests/cluster --ignore=tests/clients --ignore=tests/console
+WITH_CLUSTERS := $(BIN)/python -m pytest --durations=10 tests/cluster tests/clients tests/console
 
 test: install-dev
 ifdef TEST_ARGS
 	$(BIN)/python -m pytest $(TEST_ARGS)
 else
-	$(SHARED) -m "not slow"
-	$(ALONE) -m "not slow"
+	$(WITHOUT_CLUSTERS) -m "not slow"
+	$(WITH_CLUSTERS) -m "not slow"
 endif
 
-test-all: install-dev
-	$(SHARED)
-	$(ALONE)
+test-all: test-without-clusters test-with-clusters
+
+test-without-clusters: install-dev
+	$(WITHOUT_CLUSTERS)
+
+test-with-clusters: install-dev
+	$(WITH_CLUSTERS)
 
 check: install-dev
 	$(BIN)/ruff check .

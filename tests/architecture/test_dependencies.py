@@ -113,8 +113,8 @@ def test_a_licence_is_what_the_package_declares(
 
 
 def test_advisories_are_looked_up_for_every_lock() -> None:
-    """`.ci/run` names the client locks by a pattern, so that none is forgotten."""
-    run = (ROOT / ".ci" / "run").read_text()
+    """`.ci/beside` names the client locks by a pattern, so that none is forgotten."""
+    run = (ROOT / ".ci" / "beside").read_text()
     audited = {lock for line in re.findall(r"^audit (.+)$", run, re.MULTILINE) for lock in line.split()}
     assert set(LOCKS) <= audited
     assert "for clients in tests/clients/python/*.lock; do\n    audit" in run

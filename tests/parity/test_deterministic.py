@@ -82,7 +82,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     directory, small = (saved(name, tmp_path_factory.mktemp(name)) for name in (request.param, "small"))
     dtype = MODELS[request.param][1]
     draft = load(small, "float32", 1, deterministic=False)
-    return Models(load(directory, dtype, 3), load(directory, dtype, 1), draft)
+    return Models(load(directory, dtype, 2), load(directory, dtype, 1), draft)
 
 
 def saved(name: str, directory: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,13 +11,13 @@ import transformers
 from test_fp8_weights import FORMATS, PER_TENSOR, write_fp8
 from test_loader import run_logits, write_config
 
-from engine.kernels.fp8_few_rows import ROW_TILES, SUMS_ROWS
+from engine.kernels.fp8_few_rows import ROW_TILES
 from engine.kernels.fp8_rows import TILES
-from engine.models import loader
+from engine.models import fp8_linear, loader
 from engine.models.config import parse_spec, read_config
 from engine.models.device_linear import FixedLinears
 from engine.models.errors import UnsupportedModel
-from engine.models.fp8_linear import FP8_ROWS, KeepingLinears
+from engine.models.fp8_linear import KeepingLinears, kernels
 from engine.models.fp8_matrix import Fp8Matrix, stack_fp8
 from engine.models.linear import PlainLinear
 from engine.models.loader import load_model
@@ -26,17 +26,18 @@ from engine.models.weights import CheckpointWeights
 from engine.settings import DeviceName, ModelSettings
 
 CPU = torch.device("cpu")
-WAYS = 1 + len(ROW_TILES) + len(TILES)
+KERNELS = [f"fp8_sums_{row.block_o}x{row.num_warps}" for row in ROW_TILES[:1]]
+KERNELS += [f"fp8_{tiles.block_o}x{tiles.block_n}" for tiles in TILES]
 
 
-def keeping(quickest: int) -> KeepingLinears:
-    """`quickest` is the place of the way that is chosen: 0 is torch's."""
+def second_is_quickest(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """The first is torch's."""
+    return [float(place != 1) for place in range(len(calls))]
 
-    def timer(calls: Sequence[Callable[[], object]]) -> list[float]:
-        passed_over = WAYS - len(calls) if quickest else 0  # the sums, for more rows than they take
-        return [float(place != quickest - passed_over) + 1.0 for place in range(len(calls))]
 
-    return KeepingLinears(FixedLinears(PlainLinear, {"linear": "plain"}), torch.float32, timer)
+def only(kernel: str | None) -> Callable[[Fp8Matrix], Iterator[tuple[str, int, fp8_linear.Kernel]]]:
+    """Of all kernels one, or none."""
+    return lambda matrix: (found for found in kernels(matrix) if found[0] == kernel)
 
 
 @pytest.mark.parametrize("case", FORMATS)
@@ -62,11 +63,18 @@ def test_a_rank_multiplies_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quickest", [0, 1, *range(WAYS - len(TILES), WAYS)])
+@pytest.mark.parametrize("kernel", [None, *KERNELS])
 @pytest.mark.parametrize("case", ["DeepSeek's blocks", "one scale a matrix", "compressed, channel"])
-def test_the_model_is_the_one_that_is_multiplied_out(tmp_path: Path, case: str, quickest: int) -> None:
+def test_the_model_is_the_one_that_is_multiplied_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, kernel: str | None
+) -> None:
+    """With each kernel in place of torch's product, for the three rows that the test has."""
+    monkeypatch.setattr(fp8_linear, "kernels", only(kernel))
+    monkeypatch.setattr(fp8_linear, "FP8_ROWS", (1, 2, 4))
     write_fp8(tmp_path, *FORMATS[case])
-    linears = keeping(quickest)
+    linears = KeepingLinears(
+        FixedLinears(PlainLinear, {"linear": "plain"}), torch.float32, second_is_quickest
+    )
     device: DeviceName = "cuda" if torch.cuda.is_available() else "cpu"
     settings = ModelSettings(path=str(tmp_path), dtype="float32", device=device)
     found, expected = load_model(settings, linears), load_model(settings, linear="torch")
@@ -74,12 +82,12 @@ def test_the_model_is_the_one_that_is_multiplied_out(tmp_path: Path, case: str, 
     assert not expected.keeps_fp8
     torch.testing.assert_close(run_logits(found), run_logits(expected), rtol=1e-3, atol=1e-4)
     assert found.about["linear"] == "plain"
-    if quickest == 0 or case == "DeepSeek's blocks":  # its blocks have 24 columns: the kernel takes none such
+    if (
+        kernel is None or case == "DeepSeek's blocks"
+    ):  # its blocks have 24 columns: the kernels take none such
         assert "fp8_" not in found.about["fp8_linear"]
     else:
-        names = [f"sums_{row.block_o}x{row.num_warps} 1-{SUMS_ROWS}" for row in ROW_TILES]
-        names += [f"{tiles.block_o}x{tiles.block_n} 1-{FP8_ROWS[-1]}" for tiles in TILES]
-        assert f"fp8_{names[quickest - 1]}" in found.about["fp8_linear"]
+        assert f"{kernel} 1-4" in found.about["fp8_linear"]
 
 
 def test_blocks_that_differ_are_not_fused() -> None:

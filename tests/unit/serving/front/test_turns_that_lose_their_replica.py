@@ -175,7 +175,7 @@ async def test_a_turn_goes_on_as_often_as_replicas_are_lost(tmp_path: Path) -> N
         assert code_of(lost) == "replica_lost", "it may be what kills them"
         assert len(served.replicas.dead) == 4
         whole = WHOLE
-        assert 4 <= len(lost.token_ids) < LENGTH
+        assert 4 <= len(lost.token_ids) <= LENGTH, "on a busy machine it is lost with its end alone untold"
         assert list(lost.token_ids) == whole[: len(lost.token_ids)]
         served.replicas.losses.clear()
         assert list((await served.turn(asked[1])).token_ids) == whole
