@@ -11,7 +11,7 @@ import transformers
 from test_fp8_weights import FORMATS, PER_TENSOR, write_fp8
 from test_loader import run_logits, write_config
 
-from engine.kernels.fp8_few_rows import ROW_TILES
+from engine.kernels.fp8_few_rows import ROW_TILES, SUMS_ROWS
 from engine.kernels.fp8_rows import TILES
 from engine.models import fp8_linear, loader
 from engine.models.config import parse_spec, read_config
@@ -68,9 +68,9 @@ def test_a_rank_multiplies_out(tmp_path: Path) -> None:
 def test_the_model_is_the_one_that_is_multiplied_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, kernel: str | None
 ) -> None:
-    """With each kernel in place of torch's product, for the three rows that the test has."""
+    """With each kernel in place of torch's product, for the three rows of the test. Sums take four at most."""
     monkeypatch.setattr(fp8_linear, "kernels", only(kernel))
-    monkeypatch.setattr(fp8_linear, "FP8_ROWS", (1, 2, 4))
+    monkeypatch.setattr(fp8_linear, "FP8_ROWS", (1, 2, 4, 8))
     write_fp8(tmp_path, *FORMATS[case])
     linears = KeepingLinears(
         FixedLinears(PlainLinear, {"linear": "plain"}), torch.float32, second_is_quickest
@@ -82,12 +82,11 @@ def test_the_model_is_the_one_that_is_multiplied_out(
     assert not expected.keeps_fp8
     torch.testing.assert_close(run_logits(found), run_logits(expected), rtol=1e-3, atol=1e-4)
     assert found.about["linear"] == "plain"
-    if (
-        kernel is None or case == "DeepSeek's blocks"
-    ):  # its blocks have 24 columns: the kernels take none such
+    if kernel is None or case == "DeepSeek's blocks":  # blocks of 24 columns, which no kernel takes
         assert "fp8_" not in found.about["fp8_linear"]
     else:
-        assert f"{kernel} 1-4" in found.about["fp8_linear"]
+        most_rows = SUMS_ROWS if "sums" in kernel else 8
+        assert f"{kernel} 1-{most_rows}" in found.about["fp8_linear"]
 
 
 def test_blocks_that_differ_are_not_fused() -> None:
