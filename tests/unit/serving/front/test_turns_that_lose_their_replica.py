@@ -32,6 +32,9 @@ from tests.unit.serving.replica_rig import VOCAB_SIZE, call, running_rig
 from tests.unit.serving.small_tokenizer import piece_tokenizer
 
 LENGTH = 30
+PATIENT_STEP_S = 0.5
+"""A busy machine may keep a reader from its next event for so long, and the answer is still not at its end."""
+
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.0)
 WHOLE = null_generate([5, 6, 7], LENGTH, VOCAB_SIZE)
@@ -168,6 +171,8 @@ async def test_a_retry_of_a_turn_that_went_on_is_answered_whole(served: Failover
 
 async def test_a_turn_goes_on_as_often_as_replicas_are_lost(tmp_path: Path) -> None:
     async with running_failover(tmp_path, 5) as served:
+        for rig in served.rigs:
+            rig.runner.step_s = PATIENT_STEP_S
         served.open_session("s")
         served.replicas.losses = dict.fromkeys("abcde", behind(4))
         asked = [turn_of("s"), turn_of("s")]
@@ -175,7 +180,7 @@ async def test_a_turn_goes_on_as_often_as_replicas_are_lost(tmp_path: Path) -> N
         assert code_of(lost) == "replica_lost", "it may be what kills them"
         assert len(served.replicas.dead) == 4
         whole = WHOLE
-        assert 4 <= len(lost.token_ids) <= LENGTH, "on a busy machine it is lost with its end alone untold"
+        assert 4 <= len(lost.token_ids) < LENGTH
         assert list(lost.token_ids) == whole[: len(lost.token_ids)]
         served.replicas.losses.clear()
         assert list((await served.turn(asked[1])).token_ids) == whole
