@@ -4,7 +4,7 @@ start."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import httpx
@@ -13,6 +13,9 @@ from served_cluster import ROOT, ServedCluster, as_shipped
 
 AT_EVERY_CHANGE = {"test_clients.py", "test_failover.py", "test_pinning.py", "test_ray_tokens.py"}
 """Files that run at every change. The others take minutes and are part of `make test-all`."""
+
+
+FAILED = pytest.StashKey[bool]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,6 +37,22 @@ def _changes(item: pytest.Item) -> int:
     if hasattr(item.module, "cluster"):
         return 2
     return int("shared_cluster" in item.fixturenames)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        item.stash[FAILED] = True
+    return report
+
+
+@pytest.fixture(autouse=True)
+def restored(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a failed test leaves behind in the shared cluster does not fail the next one."""
+    yield
+    if request.node.stash.get(FAILED, False) and "shared_cluster" in request.fixturenames:
+        request.getfixturevalue("shared_cluster").restore()
 
 
 @pytest.fixture(scope="session")

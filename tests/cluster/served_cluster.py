@@ -174,6 +174,11 @@ class ServedCluster:
     def _configured(self) -> dict[str, Any]:
         return dict(yaml.safe_load(self.config.read_text()))
 
+    def restore(self) -> None:
+        """Returns when all replicas are there, and no session."""
+        eventually(self._all_replicas_up, START_TIMEOUT_S, 0.25)
+        self._close_all_sessions()
+
     def _close_all_sessions(self) -> None:
         with self.client() as client:
             for session_id, session in self.sessions().items():

@@ -26,11 +26,13 @@ from serving.wire.errors import error_info
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import ServiceError, TurnCall, TurnEvent
 from tests.unit.serving.local_service import small_text
-from tests.unit.serving.replica_rig import Rig, local_controller, running_rig
+from tests.unit.serving.replica_rig import WAIT_S, Rig, SlowRunner, local_controller, running_rig
 
-STEP_S = 0.03
-"""How long a step of every replica's engine takes while nobody reads a turn's next event. A read lets the next step
-begin at once, so that the reader gets tokens one by one."""
+STEP_S = 0.5
+"""How long a step of every replica's engine takes while nobody reads a turn's next event. A reader gets tokens one by
+one, although a busy machine may keep it for so long from its next read."""
+READ_S = 0.005
+"""A reader that still waits lets the next step go on after so long: not every step tells it something."""
 
 
 Loss = Callable[[int, TurnEvent], bool]
@@ -112,7 +114,7 @@ class Replicas:
             yield self._until_lost(replica_id, events)
         finally:
             if self.seems_lost and replica_id in self.dead:
-                self.unheard.append(asyncio.create_task(_rest_of(events)))
+                self.unheard.append(asyncio.create_task(_rest_of(events, self.rigs[replica_id].runner)))
             else:
                 await events.aclose()
 
@@ -122,8 +124,8 @@ class Replicas:
         lost = self.losses.pop(replica_id, None)
         number = 0
         while True:
-            self.rigs[replica_id].runner.wanted.release()
-            event = await anext(events, None)
+            async with _stepping(self.rigs[replica_id].runner):
+                event = await anext(events, None)
             if event is None:
                 return
             if (lost is not None and lost(number, event)) or replica_id in self.cut_off:
@@ -187,7 +189,7 @@ async def running_failover(
     directory: Path,
     count: int = 2,
     *,
-    failover_timeout_s: float = 5.0,
+    failover_timeout_s: float = WAIT_S,
     timer: Callable[[], float] = time.perf_counter,
     traces: FrontTraces = UNTRACED,
     **options: Any,
@@ -204,5 +206,22 @@ async def running_failover(
         yield Failover(rigs, failover_timeout_s, traces)
 
 
-async def _rest_of(events: AsyncIterator[TurnEvent]) -> list[TurnEvent]:
-    return [event async for event in events]
+@asynccontextmanager
+async def _stepping(runner: SlowRunner) -> AsyncIterator[None]:
+    """Lets the runner's steps go on, one at a time."""
+
+    async def step() -> None:
+        while True:
+            runner.wanted.set()
+            await asyncio.sleep(READ_S)
+
+    steps = asyncio.create_task(step())
+    try:
+        yield
+    finally:
+        steps.cancel()
+
+
+async def _rest_of(events: AsyncIterator[TurnEvent], runner: SlowRunner) -> list[TurnEvent]:
+    async with _stepping(runner):
+        return [event async for event in events]

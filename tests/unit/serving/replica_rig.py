@@ -57,6 +57,8 @@ REPLICA_ID = "replica-a"
 OFF = SpeculationSettings()
 WAIT_S = 20.0
 """How long a test waits for something that must happen at once."""
+SILENCE_S = 3600.0
+"""Rigs send no heartbeats. However slow the machine is, none of them is gone for that."""
 
 
 class SwitchableLog:
@@ -133,26 +135,30 @@ class LocalController:
 def local_controller(directory: Path, timer: Callable[[], float] = time.perf_counter) -> LocalController:
     log = SwitchableLog(directory / "log.sqlite3")
     store: Any = log
-    return LocalController(Cluster(ClusterSettings(), store, time.time, timer), log)
+    return LocalController(
+        Cluster(ClusterSettings(replica_timeout_s=SILENCE_S), store, time.time, timer), log
+    )
 
 
 class SlowRunner(NullRunner):
-    """A null runner whose steps take `step_s`. A release of `wanted` ends a step at once. While the runner is held, a
-    turn that has begun stays in flight, however long the test takes."""
+    """A null runner whose steps take `step_s`. If `wanted` is set, a step ends at once and clears it. While the runner
+    is held, a turn that has begun stays in flight, however long the test takes."""
 
     def __init__(self, *args: Any, step_s: float = 0.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.step_s = step_s
-        self.wanted = threading.Semaphore(0)
+        self.wanted = threading.Event()
         self.entered = threading.Event()
 
     def execute(self, batch: Any) -> Any:
         self.entered.set()
-        self.wanted.acquire(timeout=self.step_s)
+        self.wanted.wait(self.step_s)
+        self.wanted.clear()
         return super().execute(batch)
 
     def hold(self) -> None:
         self.entered.clear()
+        self.wanted.clear()
         self.step_s = 60.0
 
     async def held(self) -> None:
@@ -161,7 +167,7 @@ class SlowRunner(NullRunner):
 
     def go_on(self) -> None:
         self.step_s = 0.0
-        self.wanted.release()
+        self.wanted.set()
 
 
 @functools.lru_cache(maxsize=4)

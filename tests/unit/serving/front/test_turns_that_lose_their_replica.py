@@ -28,13 +28,10 @@ from serving.wire.turns import OutputConstraint, ResumedTurn, ServiceError, Turn
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.failover_rig import STEP_S, Failover, at_the_end, behind, running_failover
 from tests.unit.serving.local_service import shown_text, small_text
-from tests.unit.serving.replica_rig import VOCAB_SIZE, call, running_rig
+from tests.unit.serving.replica_rig import VOCAB_SIZE, WAIT_S, call, running_rig
 from tests.unit.serving.small_tokenizer import piece_tokenizer
 
 LENGTH = 30
-PATIENT_STEP_S = 0.5
-"""A busy machine may keep a reader from its next event for so long, and the answer is still not at its end."""
-
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.0)
 WHOLE = null_generate([5, 6, 7], LENGTH, VOCAB_SIZE)
@@ -171,8 +168,6 @@ async def test_a_retry_of_a_turn_that_went_on_is_answered_whole(served: Failover
 
 async def test_a_turn_goes_on_as_often_as_replicas_are_lost(tmp_path: Path) -> None:
     async with running_failover(tmp_path, 5) as served:
-        for rig in served.rigs:
-            rig.runner.step_s = PATIENT_STEP_S
         served.open_session("s")
         served.replicas.losses = dict.fromkeys("abcde", behind(4))
         asked = [turn_of("s"), turn_of("s")]
@@ -283,32 +278,33 @@ async def test_a_session_closed_meanwhile_ends_the_turn_and_does_not_begin_anew(
 
 @pytest.mark.parametrize("opened_anew", [False, True])
 async def test_a_repeated_call_is_committed_in_no_later_session(
-    served: Failover, monkeypatch: pytest.MonkeyPatch, opened_anew: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened_anew: bool
 ) -> None:
     """A call is committed and loses its connection with the answer. The session closes, and the call is sent again. It
     used to be committed in another session of that name, which it opened itself or which another turn had opened
     (simulated seed 1000697 of 1,000 turns)."""
-    deliver = served.replicas.turn
+    async with running_failover(tmp_path, failover_timeout_s=3.0) as served:
+        deliver = served.replicas.turn
 
-    @asynccontextmanager
-    async def lose_the_answer(*args: Any) -> AsyncIterator[AsyncIterator[TurnEvent]]:
-        monkeypatch.setattr(served.replicas, "turn", deliver)
-        async with deliver(*args) as events:
-            assert [event.finish for event in [event async for event in events]][-1] is not None
-        served.cluster.close_session("s")
-        if opened_anew:
-            served.cluster.open_session("s", "", None, None)
-        raise ReplicaGone("a")
-        yield
+        @asynccontextmanager
+        async def lose_the_answer(*args: Any) -> AsyncIterator[AsyncIterator[TurnEvent]]:
+            monkeypatch.setattr(served.replicas, "turn", deliver)
+            async with deliver(*args) as events:
+                assert [event.finish for event in [event async for event in events]][-1] is not None
+            served.cluster.close_session("s")
+            if opened_anew:
+                served.cluster.open_session("s", "", None, None)
+            raise ReplicaGone("a")
+            yield
 
-    monkeypatch.setattr(served.replicas, "turn", lose_the_answer)
-    served.open_session("s")
-    turn = turn_of("s")
-    assert turn.session is not None
-    with pytest.raises(ServiceError) as caught:
-        await served.turn(replace(turn, session=replace(turn.session, create=True)))
-    assert caught.value.info.code == "session_not_found"
-    assert [entry.turns for entry in served.cluster.sessions()] == [0] * opened_anew
+        monkeypatch.setattr(served.replicas, "turn", lose_the_answer)
+        served.open_session("s")
+        turn = call([5, 6, 7], "s", max_new_tokens=4)
+        assert turn.session is not None
+        with pytest.raises(ServiceError) as caught:
+            await served.turn(replace(turn, session=replace(turn.session, create=True)))
+        assert caught.value.info.code == "session_not_found"
+        assert [entry.turns for entry in served.cluster.sessions()] == [0] * opened_anew
 
 
 async def test_a_turn_runs_in_the_session_that_was_open_when_it_came(
@@ -480,7 +476,7 @@ async def test_a_replica_of_another_tokenizer_does_not_go_on_with_an_answer(
         running_rig(tmp_path, replica_id="b", text=other, controller=former.controller) as newer,
     ):
         former.runner.step_s = newer.runner.step_s = STEP_S
-        served = Failover([former, newer], 5.0)
+        served = Failover([former, newer], WAIT_S)
         served.open_session("s")
         served.replicas.losses = {"a": behind(4)}
         event = await served.turn(turn_of(session))
