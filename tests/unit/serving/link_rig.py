@@ -22,7 +22,7 @@ from serving.wire.peer_sockets import PeerSockets
 SECRET = b"s" * 32
 NODE = "n1"
 ELSEWHERE = "n2"
-TIMES = LinkTimes(sign_of_life_s=0.1, silence_s=2.0, reopen_s=1.0)
+TIMES = LinkTimes(sign_of_life_s=0.1, silence_s=20.0, reopen_s=5.0)
 
 Serve = Callable[[AnyCall, Emit], Coroutine[Any, Any, None]]
 
@@ -56,7 +56,7 @@ class LinkRig:
             self.tasks,
             Random(1),
             times=times,
-            call_timeout_s=5.0,
+            call_timeout_s=20.0,
             on_broken=self._broke,
             on_gone=self.gone.append,
         )

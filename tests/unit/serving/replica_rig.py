@@ -215,7 +215,7 @@ class Rig:
             calls,
             self.tasks,
             pace or HandOverPace(time.monotonic, tokens_per_s=5000.0, within_s=10.0),
-            engine_timeout_s=5.0,
+            engine_timeout_s=WAIT_S,
             on_loaded=lambda after_s: self.metrics.session_loaded(after_s),
         )
         self.moves = OrderedMoves(replica_id, self.host, self.sessions, calls, self.tasks)

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from engine.parallel.lead import LeadRunner, all_done
 from engine.parallel.protocol import RanksLost, RanksNotStarted
 from tests.unit.engine.driver import VOCAB, Driver, Talk
 from tests.unit.engine.null_runner import NullRunner
-from tests.unit.engine.parallel.thread_follower import RecordingRunner, led
+from tests.unit.engine.parallel.thread_follower import PATIENT, WAIT_S, RecordingRunner, led
 
 SIZES: dict[str, Any] = {"num_pages": 48, "page_size": 4, "vocab_size": VOCAB, "max_context_len": 512}
 
@@ -54,7 +55,7 @@ class LedDriver(Driver):
                 self.leading.drop(order.key)
                 continue
             if order.kind is CopyKind.SPILL:
-                self.leading.spill(order.source, order.key).result(5.0)
+                self.leading.spill(order.source, order.key).result(WAIT_S)
                 self.cache.tiers.copy_done(order.key)
                 continue
             assert order.pages is not None
@@ -63,7 +64,7 @@ class LedDriver(Driver):
                 self.leading.clone(order.pages, order.target)
                 continue
             start = self.leading.save if order.kind is CopyKind.SAVE else self.leading.load
-            start(order.key, order.pages).result(5.0)
+            start(order.key, order.pages).result(WAIT_S)
             self.cache.tiers.copy_done(order.key)
 
 
@@ -121,13 +122,13 @@ def test_copies_end_when_all_have() -> None:
         assert not saved.done()
         _until(lambda: bool(other._copies))
         other.end_copies(1)
-        assert saved.result(5.0) is None
+        assert saved.result(WAIT_S) is None
         leading.clone(pages(0), pages(7))
         loaded = leading.load(1, pages(5))
         _until(lambda: bool(other._copies))
         other.end_copies(1)
         own.end_copies(1)
-        loaded.result(5.0)
+        loaded.result(WAIT_S)
         leading.drop(1)
         again = [leading.launch(ScheduledBatch([item([9], 3, (page,))])).result() for page in (0, 5, 7)]
         assert again[0] == again[1] == again[2]
@@ -158,10 +159,10 @@ def test_a_spill_that_fails_on_one_rank_leaves_nothing_on_the_others_disks(bad: 
     ranks = [FullDisk(**SIZES) if rank == bad else RecordingRunner(**SIZES) for rank in range(3)]
     with led(ranks[0], *ranks[1:]) as (leading, team, _):
         leading.launch(ScheduledBatch([item([5, 6, 7])])).result()
-        leading.save(1, pages(0)).result(5.0)
+        leading.save(1, pages(0)).result(WAIT_S)
         with pytest.raises(Exception, match="disk full"):
-            leading.spill(1, 2).result(5.0)
-        leading.spill(1, 3).result(5.0)
+            leading.spill(1, 2).result(WAIT_S)
+        leading.spill(1, 3).result(WAIT_S)
         leading.drop(1)
         assert team.failure is None
     assert [(set(rank._saved), set(rank._spilled)) for rank in ranks] == [(set(), {3})] * 3
@@ -173,8 +174,8 @@ def test_a_save_that_fails_on_one_rank_leaves_nothing_on_the_others(bad: int) ->
     with led(ranks[0], *ranks[1:]) as (leading, team, _):
         leading.launch(ScheduledBatch([item([5, 6, 7])])).result()
         with pytest.raises(Exception, match="no room"):
-            leading.save(1, pages(0)).result(5.0)
-        leading.save(2, pages(0)).result(5.0)
+            leading.save(1, pages(0)).result(WAIT_S)
+        leading.save(2, pages(0)).result(WAIT_S)
         assert team.failure is None
     assert [set(rank._saved) for rank in ranks] == [{2}, {2}, {2}]
 
@@ -197,8 +198,8 @@ def test_a_follower_that_fails_ends_the_team_and_says_why() -> None:
         team.when_lost(told.set)
         with pytest.raises(RanksLost, match="rank 2 is gone: this device is gone"):
             _step_on(leading)
-        assert told.wait(5.0)
-        deadline_s = time.monotonic() + 5.0  # the callback comes before the kills
+        assert told.wait(WAIT_S)
+        deadline_s = time.monotonic() + WAIT_S  # the callback comes before the kills
         while not all(thread.killed for thread in threads):
             assert time.monotonic() < deadline_s
         for call in (lambda: leading.save(1, pages(0)), lambda: leading.drop(1)):
@@ -214,7 +215,7 @@ def test_copies_of_a_lost_rank_fail() -> None:
         own.end_copies(1)
         threads[0].kill()
         with pytest.raises(RanksLost, match="rank 1 is gone"):
-            saved.result(5.0)
+            saved.result(WAIT_S)
 
 
 def test_a_fault_of_rank_0_ends_the_team() -> None:
@@ -230,19 +231,19 @@ def test_a_fault_of_rank_0_ends_the_team() -> None:
 class Hanging(RecordingRunner):
     def execute(self, batch: ScheduledBatch) -> ModelOutput:
         self.released = getattr(self, "released", threading.Event())
-        self.released.wait(30.0)
+        self.released.wait(10 * WAIT_S)
         return super().execute(batch)
 
 
 def test_a_step_without_end_is_noticed() -> None:
     own, other = Hanging(**SIZES), RecordingRunner(**SIZES)
     own.released = threading.Event()
-    with led(own, other) as (leading, team, _):
+    with led(own, other, timeouts=replace(PATIENT, step_s=2.0)) as (leading, team, _):
         team.when_lost(own.released.set)  # an abort of the collectives has this effect
         begun_s = time.monotonic()
         with pytest.raises(RanksLost, match="a step has not ended"):
             leading.launch(ScheduledBatch([item([5, 6, 7])])).result()
-        assert time.monotonic() - begun_s < 10.0
+        assert time.monotonic() - begun_s < WAIT_S
 
 
 def test_all_done_gives_the_first_error() -> None:
@@ -253,7 +254,7 @@ def test_all_done_gives_the_first_error() -> None:
     assert not together.done()
     copies[0].set_result(None)
     with pytest.raises(ValueError, match="early"):
-        together.result(1.0)
+        together.result(WAIT_S)
 
 
 def _step_on(leading: LeadRunner) -> None:
@@ -263,7 +264,7 @@ def _step_on(leading: LeadRunner) -> None:
 
 
 def _until(condition: Any) -> None:
-    deadline_s = time.monotonic() + 5.0
+    deadline_s = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.005)

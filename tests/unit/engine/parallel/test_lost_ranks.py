@@ -17,7 +17,7 @@ from engine.settings import ModelSettings
 from tests.unit.engine.driver import request
 from tests.unit.engine.parallel.parallel_rig import ParallelRig, eventually, write_model
 
-BOUND_S = 15.0
+BOUND_S = 30.0
 LONG = 400
 
 

@@ -61,7 +61,7 @@ def test_a_wait_for_a_rank_that_does_not_come_is_bounded() -> None:
     begun_s = time.monotonic()
     with pytest.raises(RuntimeError):
         first.sum_(torch.ones(3, 3))
-    assert time.monotonic() - begun_s < 10.0
+    assert time.monotonic() - begun_s < 30.0
 
 
 class StuckCollectives:

@@ -17,10 +17,12 @@ from engine.parallel.team import RankProcess, Team
 from engine.runner.protocol import Launch, Runner
 from tests.unit.engine.null_runner import NullRunner
 
-QUICK = Timeouts(start_s=5.0, join_s=5.0, step_s=2.0, stop_s=2.0)
+WAIT_S = 30.0
+"""How long a test waits for something that must happen at once."""
+PATIENT = Timeouts(start_s=WAIT_S, join_s=WAIT_S, step_s=WAIT_S, stop_s=WAIT_S)
 
 
-def linked_pair(send_timeout_s: float = 2.0) -> tuple[Link, Link]:
+def linked_pair(send_timeout_s: float = WAIT_S) -> tuple[Link, Link]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
@@ -81,11 +83,13 @@ class FollowerThread:
 
 
 @contextmanager
-def led(runner: Runner, *followers: Runner) -> Iterator[tuple[LeadRunner, Team, list[FollowerThread]]]:
+def led(
+    runner: Runner, *followers: Runner, timeouts: Timeouts = PATIENT
+) -> Iterator[tuple[LeadRunner, Team, list[FollowerThread]]]:
     pairs = [linked_pair() for _ in followers]
     threads = [FollowerThread(own, far) for own, (_, far) in zip(followers, pairs, strict=True)]
     processes: list[RankProcess] = list(threads)
-    team = Team(NoCollectives(1 + len(followers)), [near for near, _ in pairs], processes, QUICK)
+    team = Team(NoCollectives(1 + len(followers)), [near for near, _ in pairs], processes, timeouts)
     leading = lead(runner, team)
     assert isinstance(leading, LeadRunner)
     try:
@@ -93,5 +97,5 @@ def led(runner: Runner, *followers: Runner) -> Iterator[tuple[LeadRunner, Team, 
     finally:
         leading.close()
         for thread in threads:
-            thread.thread.join(5.0)
+            thread.thread.join(WAIT_S)
             assert not thread.thread.is_alive()

@@ -96,15 +96,15 @@ def test_costs_do_not_grow_with_the_sequence() -> None:
     for length in (4_000, 400_000):
         draw = random.Random(length)
         index = NgramIndex(3)
-        begin_s = time.perf_counter()
+        begin_s = time.process_time()
         index.extend([draw.randrange(50) for _ in range(length)])
-        assert time.perf_counter() - begin_s < 5.0
+        assert time.process_time() - begin_s < 5.0
         rounds_s = []
         for _ in range(20):
-            begin_s = time.perf_counter()
+            begin_s = time.process_time()
             for _ in range(50):
                 index.extend([draw.randrange(50)])
                 index.propose(8)
-            rounds_s.append(time.perf_counter() - begin_s)
+            rounds_s.append(time.process_time() - begin_s)
         costs_s.append(min(rounds_s))
     assert costs_s[1] < 10 * costs_s[0]

@@ -24,6 +24,8 @@ from tests.unit.serving.link_rig import ELSEWHERE, NODE, running_link
 REFUSAL = ErrorInfo(409, "session_busy", "busy")
 END = TurnEvent(finish=TurnFinish("stop"))
 WAIT_S = 10.0
+SHORT = LinkTimes(sign_of_life_s=0.1, silence_s=2.0, reopen_s=0.5)
+"""For replicas that are lost."""
 
 
 def turn(request_id: str = "r", tokens: int = 3) -> TurnCall:
@@ -161,7 +163,7 @@ async def test_a_replica_that_nobody_lists_is_unknown(answers: Answers) -> None:
 async def test_a_replica_that_ends_during_a_turn_is_lost(answers: Answers, node: str, died: bool) -> None:
     """It is lost at once if Ray knows that its process has ended, else after the time to connect again."""
     answers.held.clear()
-    async with running_link(answers.serve, node=node) as rig:
+    async with running_link(answers.serve, node=node, times=SHORT) as rig:
         async with rig.calls.turn("r", turn(), None) as events:
             await anext(events)
             rig.died = died
@@ -175,8 +177,7 @@ async def test_a_replica_that_ends_during_a_turn_is_lost(answers: Answers, node:
 async def test_a_silent_replica_is_lost(answers: Answers) -> None:
     """The replica does not read its sockets, but no connection breaks."""
     answers.held.clear()
-    times = LinkTimes(sign_of_life_s=0.1, silence_s=0.5, reopen_s=0.5)
-    async with running_link(answers.serve, times=times) as rig, rig.calls.turn("r", turn(), None) as events:
+    async with running_link(answers.serve, times=SHORT) as rig, rig.calls.turn("r", turn(), None) as events:
         await anext(events)
         for reader in rig.sockets._readers:
             reader.cancel()
@@ -185,7 +186,7 @@ async def test_a_silent_replica_is_lost(answers: Answers) -> None:
 
 
 async def test_who_lacks_the_clusters_secret_is_not_heard_from_elsewhere(answers: Answers) -> None:
-    async with running_link(answers.serve, node=ELSEWHERE, secret=b"x" * 32) as rig:
+    async with running_link(answers.serve, node=ELSEWHERE, secret=b"x" * 32, times=SHORT) as rig:
         with pytest.raises(ReplicaGone):
             await rig.calls.call("r", Abort(None, ""))
         assert len(rig.server) == 0

@@ -31,7 +31,7 @@ async def sessions(client: httpx.AsyncClient) -> list[str]:
 
 
 async def become(client: httpx.AsyncClient, expected: list[str]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while await sessions(client) != expected:
             await asyncio.sleep(0.01)
 

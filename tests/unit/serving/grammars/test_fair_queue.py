@@ -80,7 +80,7 @@ def test_whoever_is_cancelled_leaves_the_place_to_others(tenants: list[str], rng
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert queue.num_waiting == 0
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(20.0):
             await work("d")
 
     asyncio.run(play())

@@ -53,12 +53,12 @@ async def test_what_cannot_be_enforced_changes_nothing_of_the_session(tmp_path: 
     async with running_rig(tmp_path, text=TEXT) as rig:
         epoch = rig.open_session("s")
         first = (await rig.run(call([5, 6, 7], "s"), epoch))[-1]
-        kv = rig.engine.session_kv_tokens().result(5)
+        kv = rig.engine.session_kv_tokens().result(20)
         for options in ({"rewind_to": 2}, {"key": "k"}, {}):
             (refused,) = await rig.run(call([8], "s", constraint=BAD, **options), epoch)
             assert refused.error is not None
             assert (refused.error.status, refused.error.param) == (400, "json_schema")
-        assert rig.engine.session_kv_tokens().result(5) == kv
+        assert rig.engine.session_kv_tokens().result(20) == kv
         last = (await rig.run(held([8], "s", key="k"), epoch))[-1]
         assert last.prompt_tokens == first.prompt_tokens + first.completion_tokens + 1
 

@@ -134,8 +134,8 @@ def test_arguments_are_told_as_they_come() -> None:
 def test_time_is_linear_in_the_answer(scrap: str) -> None:
     parser = JsonCallParser(FORMATS["hermes"])
     parser.push("<tool_call>{")
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     for _ in range(20_000):
         parser.push(scrap)
     parser.flush()
-    assert time.perf_counter() - started_s < 5.0
+    assert time.process_time() - started_s < 5.0

@@ -212,11 +212,11 @@ def test_calls_as_the_format_has_them_are_all_found(calls: list[tuple[str, dict[
 def test_time_is_linear_in_the_answer(scrap: str, begun: str) -> None:
     parser = PythonicCallParser(PYTHONIC)
     parser.push(begun)
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     for _ in range(20_000):
         parser.push(scrap)
     parser.flush()
-    assert time.perf_counter() - started_s < 5.0
+    assert time.process_time() - started_s < 5.0
 
 
 def held_to(*functions: dict[str, Any]) -> TokenConstraint:
