@@ -67,6 +67,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 MODELS = ("embedded", *FAMILIES)
 SCHEDULES_PER_MODEL = 10
+AT_EVERY_CHANGE = 4
+"""So many schedules of each model run at every change, and all of them in the long suites."""
 
 
 @dataclass
@@ -129,7 +131,13 @@ def generate(reference: Any, prompt: list[int], count: int) -> list[int]:
     return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("number", range(SCHEDULES_PER_MODEL))
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, marks=[pytest.mark.slow] * (number >= AT_EVERY_CHANGE))
+        for number in range(SCHEDULES_PER_MODEL)
+    ],
+)
 def test_every_finished_turn_equals_one_fresh_request(pair: Pair, number: int) -> None:
     schedule = Schedule.over_model(pair.loaded, seed=pair.first_seed + number)
     schedule.run()

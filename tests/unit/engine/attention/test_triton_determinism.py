@@ -19,6 +19,8 @@ from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings
 from tests.unit.engine.attention.stage import DEVICE, Shape, make_stage, memory_of_nan
 
+pytestmark = pytest.mark.slow
+
 ON_GPU = DEVICE.type == "cuda"
 SMALL_TILES = AttentionTiles((TileShape(16, 16, 4, 2, 2), TileShape(32, 16, 4, 2, 2)), every_split=32)
 """For the interpreter: a few tokens make several tiles and splits."""
