@@ -42,8 +42,16 @@ def small_pool(
 
 @pytest.mark.parametrize("kind", ["plain", "cap"])
 @pytest.mark.parametrize("most_queries", [1, 40], ids=["decode", "mixed"])
-@pytest.mark.parametrize("padding", [Padding(), Padding(3, 3), Padding(2, 5)], ids=str)
-@pytest.mark.parametrize("page_size", [16, pytest.param(48, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("page_size", "padding"),
+    [
+        (16, Padding()),
+        (16, Padding(3, 3)),
+        (16, Padding(2, 5)),
+        pytest.param(48, Padding(2, 5), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("build", BUILDS)
 def test_equals_the_reference(
     build: str, page_size: int, padding: Padding, most_queries: int, kind: str
