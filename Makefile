@@ -13,6 +13,7 @@
 # PIP_ARGS=...     more arguments to pip, e.g. an index with CPU builds of torch, which are used if pip finds them
 # JOBS=2           processes that share the tests; tests that start a cluster run one by one
 # TEST_ARGS=...    arguments of pytest, to run only the tests that they name
+# MARKS=slow       of the tests without a cluster, only those with this mark; "not slow" for all others
 
 PYTHON ?= python3
 CONFIG ?= configs/cluster.yaml
@@ -22,6 +23,7 @@ MONITOR_ARGS ?=
 PIP_ARGS ?=
 JOBS ?= 2
 TEST_ARGS ?=
+MARKS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -58,7 +60,7 @@ endif
 test-all: test-without-clusters test-with-clusters
 
 test-without-clusters: install-dev
-	$(WITHOUT_CLUSTERS)
+	$(WITHOUT_CLUSTERS) -m "$(MARKS)"
 
 test-with-clusters: install-dev
 	$(WITH_CLUSTERS)

@@ -18,7 +18,7 @@ from talk import talk_through
 
 REPLICAS = 2
 SESSIONS = 6
-LENGTH = 400
+LENGTH = 1200
 STEP_TIMEOUT_S = 3.0
 GRACE_S = 30.0
 REPLACED_S = 90.0
