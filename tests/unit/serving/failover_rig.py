@@ -208,12 +208,14 @@ async def running_failover(
 
 @asynccontextmanager
 async def _stepping(runner: SlowRunner) -> AsyncIterator[None]:
-    """Lets the runner's steps go on, one at a time."""
+    """Lets the runner's steps go on, one at a time. While the runner is held, only one does."""
 
     async def step() -> None:
+        runner.wanted.set()
         while True:
-            runner.wanted.set()
             await asyncio.sleep(READ_S)
+            if not runner.is_held:
+                runner.wanted.set()
 
     steps = asyncio.create_task(step())
     try:

@@ -59,6 +59,8 @@ WAIT_S = 20.0
 """How long a test waits for something that must happen at once."""
 SILENCE_S = 3600.0
 """Rigs send no heartbeats. However slow the machine is, none of them is gone for that."""
+HELD_S = 60.0
+"""How long a step of a held runner takes at most."""
 
 
 class SwitchableLog:
@@ -159,7 +161,11 @@ class SlowRunner(NullRunner):
     def hold(self) -> None:
         self.entered.clear()
         self.wanted.clear()
-        self.step_s = 60.0
+        self.step_s = HELD_S
+
+    @property
+    def is_held(self) -> bool:
+        return self.step_s == HELD_S
 
     async def held(self) -> None:
         """Waits until the engine stands still in a step."""
