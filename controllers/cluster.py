@@ -142,7 +142,7 @@ class Cluster:
             understood = self._reports.take(replica_id, report)
         else:
             self._reports.take_all(replica_id, report)
-        stale = self._ledger.stale(replica_id)
+        stale = self._ledger.tell_stale(replica_id)
         draining = self._replicas.state(replica_id) is ReplicaState.DRAINING
         crowded = False
         if known and not draining and self._rebalancing is not None:

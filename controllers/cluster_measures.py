@@ -47,10 +47,13 @@ def measures(ledger: OwnershipLedger, replicas: ReplicaDirectory, stats: Cluster
 def _orphans(ledger: OwnershipLedger, status: ReplicaStatus) -> dict[str, int]:
     """Numbers of sessions on which a replica and the ledger disagree, as of its last heartbeat.
 
-    "stale": the replica holds them but does not own them. "missing": the ledger counts them as held, but the replica
-    does not hold them. "untold": the replica holds them but has not reported them. Each may occur for the time of one
-    heartbeat."""
-    stale = len(ledger.stale(status.replica_id))
-    held = ledger.held(status.replica_id) + stale
+    "stale": the replica does not own them, and has not dropped them although the reply to the heartbeat before told it
+    to. (Where sessions end all the time, some have always ended since the last heartbeat.) "missing": the ledger counts
+    them as held, but the replica does not hold them. "untold": the replica holds them but has not reported them."""
+    held = ledger.held(status.replica_id) + len(ledger.stale(status.replica_id))
     told = held if status.held is None else status.held
-    return {"stale": stale, "missing": max(0, held - told), "untold": max(0, told - held)}
+    return {
+        "stale": ledger.overdue(status.replica_id),
+        "missing": max(0, held - told),
+        "untold": max(0, told - held),
+    }

@@ -40,7 +40,8 @@ class ReplicaUse:
     """The sessions that a replica owns, how many of them it has reported as held, and how many of these as in a turn.
 
     `stale`: sessions that it has reported as held but that are now closed or owned elsewhere, with the epoch at which
-    it holds them. They are kept only for a replica that `reports`, since it must be told to drop them.
+    it holds them. They are kept only for a replica that `reports`, since it must be told to drop them. `told`: those
+    that the last reply to it named. `overdue`: how many of these it still had in its next report.
     """
 
     owned: set[str] = field(default_factory=set)
@@ -48,6 +49,8 @@ class ReplicaUse:
     held: int = 0
     reports: bool = False
     stale: dict[str, int] = field(default_factory=dict)
+    told: frozenset[str] = frozenset()
+    overdue: int = 0
 
 
 Row = tuple[Any, ...]
@@ -229,11 +232,25 @@ class OwnershipLedger:
         use = self._by_replica.get(replica_id)
         return {} if use is None else use.stale
 
+    def tell_stale(self, replica_id: str) -> dict[str, int]:
+        """The same, for the reply to a report. What the previous reply named, too, is overdue."""
+        use = self._by_replica.get(replica_id)
+        if use is None:
+            return {}
+        use.overdue = sum(name in use.told for name in use.stale)
+        use.told = frozenset(use.stale)
+        return use.stale
+
+    def overdue(self, replica_id: str) -> int:
+        """How many sessions the replica still held one report after it was told to drop them."""
+        use = self._by_replica.get(replica_id)
+        return 0 if use is None else use.overdue
+
     def forget_stale(self, replica_id: str) -> None:
         """Forgets what the replica must drop: it is gone, or must report all its sessions again."""
         use = self._by_replica.get(replica_id)
         if use is not None:
-            use.reports = False
+            use.reports, use.told, use.overdue = False, frozenset(), 0
             use.stale.clear()
             self._forget_unused(replica_id)
 
