@@ -57,7 +57,7 @@ last heartbeat. While sessions move, a short disagreement is normal. A lasting o
 
 | kind | meaning |
 |---|---|
-| `stale` | the replica still holds a session that is closed or owned elsewhere, one heartbeat after it was told to drop it |
+| `stale` | the replica holds a session that is closed or owned elsewhere, a heartbeat after it was told to drop it |
 | `missing` | the ledger counts the session as held by the replica, but the replica does not hold it |
 | `untold` | the replica holds the session, but has not reported it to the ledger |
 
