@@ -19,12 +19,14 @@ from controllers.settings import RedisLogSettings
 
 SERVER, SENTINEL = shutil.which("redis-server"), shutil.which("redis-sentinel")
 SERVICE = "kedge-master"
-SILENCE_MS = 2000
+SILENCE_MS = 5000
 """After this silence the Sentinel takes the master for dead. With half a second, on a busy machine, the Sentinel once
 replaced the master while another replica was still copying. It then made that replica the next master, and all data was
-lost."""
-LONGEST_S = 60.0
-"""How long servers may take to find each other or to agree on a master."""
+lost. A Sentinel that was held up for two seconds does nothing for thirty ("tilt"), and then takes no replica that was
+without its master for ten times the silence: with two seconds, never one again."""
+LONGEST_S = 120.0
+"""How long servers may take to find each other or to agree on a master: over a Sentinel's thirty seconds of doing
+nothing."""
 
 
 def free_ports(count: int) -> list[int]:
