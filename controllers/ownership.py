@@ -49,7 +49,7 @@ class ReplicaUse:
     held: int = 0
     reports: bool = False
     stale: dict[str, int] = field(default_factory=dict)
-    told: frozenset[str] = frozenset()
+    told: dict[str, int] = field(default_factory=dict)
     overdue: int = 0
 
 
@@ -237,8 +237,8 @@ class OwnershipLedger:
         use = self._by_replica.get(replica_id)
         if use is None:
             return {}
-        use.overdue = sum(name in use.told for name in use.stale)
-        use.told = frozenset(use.stale)
+        use.overdue = len(use.stale.items() & use.told.items())
+        use.told = use.stale.copy()
         return use.stale
 
     def overdue(self, replica_id: str) -> int:
@@ -250,8 +250,9 @@ class OwnershipLedger:
         """Forgets what the replica must drop: it is gone, or must report all its sessions again."""
         use = self._by_replica.get(replica_id)
         if use is not None:
-            use.reports, use.told, use.overdue = False, frozenset(), 0
+            use.reports, use.overdue = False, 0
             use.stale.clear()
+            use.told.clear()
             self._forget_unused(replica_id)
 
     def expire(self, session_id: str) -> bool:

@@ -114,6 +114,17 @@ def test_sessions_that_end_all_the_time_are_no_orphans(world: World) -> None:
         assert world.orphans("a") == {"stale": 0, "missing": 0, "untold": 0}
 
 
+def test_a_session_that_ends_and_is_opened_anew_is_another_one(world: World) -> None:
+    """A client that always uses one name: the replica drops each of its sessions, and by then has the next one."""
+    for number in range(1, 6):
+        world.cluster.open_session("s", "", None, None, preferred="a")
+        epoch = world.cluster.session("s").epoch
+        world.cluster.close_session("s")
+        world.beat(replace(A, held=1), SessionReport(number, number - 1, (held("s", epoch),)))
+        assert world.cluster._ledger.stale("a") == {"s": epoch}
+        assert world.orphans("a")["stale"] == 0
+
+
 def test_a_replica_that_is_told_to_report_anew_has_nothing_overdue(world: World) -> None:
     for number in (1, 2):
         world.beat(replace(A, held=1), SessionReport(number, number - 1, (held("gone"),)))
