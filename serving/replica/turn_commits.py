@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from controllers.errors import ControllerError, StoreError
 from controllers.records import TurnRecord
@@ -41,7 +41,8 @@ class TurnCommits:
         loop = asyncio.get_running_loop()
         began_s, tries, reason = loop.time(), 1, "no answer"
         try:
-            with self._metrics.commit_pending():
+            with ExitStack() as counted:
+                counted.enter_context(self._metrics.commit_pending())
                 async with asyncio.timeout_at(began_s + self._patience_s):
                     while (failure := await self._try(record)) is not None:
                         reason = _reason(failure)
@@ -49,6 +50,7 @@ class TurnCommits:
                             logger.warning(
                                 "session %s: a turn waits for the log: %s", record.session_id, failure
                             )
+                            counted.enter_context(self._metrics.commit_failing())
                         await self._pause(failure, tries)
                         self._metrics.commit_retried()
                         tries += 1

@@ -165,6 +165,7 @@ TURNS = (
     histogram(REPLICA, "prompt_tokens", "tokens", "Input of a turn, including its history.", TOKEN_BUCKETS),
     histogram(REPLICA, "output_tokens", "tokens", "Output of a turn.", TOKEN_BUCKETS),
     gauge(REPLICA, "commits_pending", "turns", "Finished turns that wait for the session log."),
+    gauge(REPLICA, "commits_failing", "turns", "Of those, the turns whose commit has failed at least once."),
     counter(
         REPLICA,
         "commit_retries",

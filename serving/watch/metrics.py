@@ -74,6 +74,7 @@ class ReplicaMetrics:
         self._prompt_tokens = made.histogram("kedge_prompt_tokens")
         self._output_tokens = made.histogram("kedge_output_tokens")
         self._commits_pending = made.gauge("kedge_commits_pending")
+        self._commits_failing = made.gauge("kedge_commits_failing")
         self._commit_retries = made.counter("kedge_commit_retries")
         self._commit = made.histogram("kedge_commit_seconds")
         self._load = made.histogram("kedge_session_load_seconds")
@@ -99,6 +100,10 @@ class ReplicaMetrics:
     def commit_pending(self) -> AbstractContextManager[None]:
         """A context around the commit of a turn, from the first try to the last."""
         return self._commits_pending.track_inprogress()
+
+    def commit_failing(self) -> AbstractContextManager[None]:
+        """A context around the commit of a turn, from the first failure to the end."""
+        return self._commits_failing.track_inprogress()
 
     def commit_retried(self) -> None:
         self._commit_retries.inc()

@@ -145,10 +145,12 @@ FAILURES = Board(
                 ),
                 Panel(
                     "Turns that wait for the log",
-                    "Finished turns at replicas that the log does not have yet, and commits sent again.",
+                    "Finished turns at replicas that the log does not have yet, those of them whose commit has "
+                    "failed, and commits sent again.",
                     PLAIN,
                     (
                         Query("sum by (cluster, model) (kedge_commits_pending{@r})", "waiting"),
+                        Query("sum by (cluster, model) (kedge_commits_failing{@r})", "failing"),
                         Query(rate("kedge_commit_retries_total"), "retries a second"),
                     ),
                 ),

@@ -51,7 +51,7 @@ async def test_a_finished_turn_waits_for_the_log_and_keeps_its_kv(rig: Rig) -> N
     turn = told(rig, [2], epoch, heard)
     await rig.pending_commits(1)
     async with asyncio.timeout(20):
-        while len(heard) < 8:
+        while len(heard) < 8 or rig.figure("kedge_commits_failing") != 1:
             await asyncio.sleep(0.001)
     busy = (await rig.run(call([3], "s"), epoch))[-1].error
     assert busy is not None
@@ -70,6 +70,7 @@ async def test_a_finished_turn_waits_for_the_log_and_keeps_its_kv(rig: Rig) -> N
     assert rig.figure("kedge_turns_total", outcome="store_failed") == 0
     assert rig.figure("kedge_commit_retries_total") > 0
     await rig.pending_commits(0)
+    assert rig.figure("kedge_commits_failing") == 0
     await rig.host.close("s")
     await rig.books_are_empty()
 
@@ -80,6 +81,7 @@ async def test_a_controller_that_is_frozen_is_waited_for(rig: Rig) -> None:
     rig.controller.gate.clear()
     turn = told(rig, [2], epoch, history_of_turn := [])
     await rig.pending_commits(1)
+    assert rig.figure("kedge_commits_failing") == 0, "it waits, and nothing has failed"
     rig.controller.gate.set()
     assert (await turn).finish is not None
     history += [2, *history_of_turn]
