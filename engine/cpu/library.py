@@ -85,6 +85,19 @@ class HeadsC(Structure):
     _fields_ = (("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32))
 
 
+class ExpertsC(Structure):
+    """Experts of experts.h."""
+
+    _fields_ = (
+        ("router", c_void_p),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("count", c_int32),
+        ("top_k", c_int32),
+        ("norm_topk", c_int32),
+    )
+
+
 class LayerC(Structure):
     """Layer of decoder.c."""
 
@@ -96,6 +109,7 @@ class LayerC(Structure):
         ("out", c_void_p),
         ("gate_up", c_void_p),
         ("down", c_void_p),
+        ("experts", c_void_p),
     )
 
 

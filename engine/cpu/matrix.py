@@ -22,6 +22,9 @@ from engine.models.linear import Linear
 
 ALIGNMENT = 64
 HUGE_PAGE = 2**21
+BLOCK = 2**26
+"""Bytes of a mapping for several matrices."""
+
 STORE, SILU_MUL = 0, 2
 """What to do with a product, as in product.h."""
 
@@ -37,6 +40,7 @@ class PackedMatrix:
         weight_OI: Tensor,
         bias_O: Tensor | None,
         workers: Workers,
+        memory: WeightMemory,
         *,
         rounds: bool,
         paired: bool = False,
@@ -51,7 +55,7 @@ class PackedMatrix:
         self.matrix = MatrixC(None, None, FORMATS[weight_OI.dtype], outputs, inputs, paired, rounds)
         self.width = int(self._c.kedge_product_width(byref(self.matrix)))
         """Floats of a row of results, padding included."""
-        self._packed = weight_memory(self._c.kedge_packed_bytes(byref(self.matrix)))
+        self._packed = memory.take(self._c.kedge_packed_bytes(byref(self.matrix)))
         self._c.kedge_pack(byref(self.matrix), weight_OI.data_ptr(), self._packed.data_ptr())
         self.matrix.packed = self._packed.data_ptr()
         self._bias = None if bias_O is None else self._pack_bias(bias_O)
@@ -81,13 +85,16 @@ class PackedLinears:
 
     def __init__(self, workers: Workers, *, rounds: bool) -> None:
         self.workers = workers
+        self._memory = WeightMemory()
         self._rounds = rounds
 
     def __call__(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-        return PackedMatrix(weight_OI, bias_O, self.workers, rounds=self._rounds)
+        return PackedMatrix(weight_OI, bias_O, self.workers, self._memory, rounds=self._rounds)
 
     def gated(self, gate_up_OI: Tensor, bias_O: Tensor | None) -> Linear:
-        return PackedMatrix(gate_up_OI, bias_O, self.workers, rounds=self._rounds, paired=True)
+        return PackedMatrix(
+            gate_up_OI, bias_O, self.workers, self._memory, rounds=self._rounds, paired=True
+        )
 
     def describe(self) -> Mapping[str, str]:
         return {"linear": "cpu", "linear_reason": f"compiled for {self.workers.kernels.variant}"}
@@ -110,14 +117,28 @@ def aligned_bytes(count: int) -> Tensor:
     return room[start : start + count]
 
 
-def weight_memory(count: int) -> Tensor:
+class WeightMemory:
+    """Memory for matrices, in few mappings: a process may have only so many (`vm.max_map_count`), and experts are ten
+    thousands of matrices."""
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, count: int) -> Tensor:
+        """Zeroed bytes from the start of a cache line."""
+        count += -count % ALIGNMENT
+        if count > len(self._free):
+            self._free = huge_pages(max(count, BLOCK))
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+
+def huge_pages(count: int) -> Tensor:
     """Zeroed memory, in huge pages where the system has them: a step reads all weights, and address translation is then
-    faster."""
-    if count < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return aligned_bytes(count)
+    faster. No memory is used before it is written."""
     room = mmap.mmap(-1, count + HUGE_PAGE)
     memory = torch.frombuffer(room, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE_PAGE
-    with contextlib.suppress(OSError):  # a system without huge pages
+    with contextlib.suppress(AttributeError, OSError):  # a system without huge pages
         room.madvise(mmap.MADV_HUGEPAGE, start, count // HUGE_PAGE * HUGE_PAGE)
     return memory[start : start + count]

@@ -9,16 +9,29 @@ Legend: N tokens, E hidden size, R rows of which logits are wanted, V vocabulary
 from __future__ import annotations
 
 from ctypes import Array, addressof
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from engine.attention.cpu_backend import CpuAttention, CpuAttentionStep
 from engine.attention.interface import AttentionStep
-from engine.cpu.library import LARGEST_HEAD, MOST_WINDOWS, HeadsC, LayerC, LayerKVC, ModelC, Workers, check
+from engine.cpu.library import (
+    LARGEST_HEAD,
+    MOST_WINDOWS,
+    ExpertsC,
+    HeadsC,
+    LayerC,
+    LayerKVC,
+    MatrixC,
+    ModelC,
+    Workers,
+    check,
+)
 from engine.cpu.matrix import PackedLinears, PackedMatrix
 from engine.models.decoder import Decoder, LayerParts
+from engine.models.linear import Linear
+from engine.models.mlp import Experts
 from engine.models.protocol import CausalModel
 
 
@@ -43,7 +56,7 @@ class WholeSteps:
         self._workers = workers
         self._vocab_size = spec.vocab_size
         self._head = cast(PackedMatrix, decoder.head)
-        self._kept: list[Tensor] = []
+        self._kept: list[object] = []
         self._layers = (LayerC * spec.num_layers)(*(self._layer(parts) for parts in decoder.parts))
         self._kv: tuple[CpuAttention, Array[LayerKVC]] | None = None
         model = ModelC(
@@ -96,15 +109,40 @@ class WholeSteps:
         return addressof(self._kv[1])
 
     def _layer(self, parts: LayerParts) -> LayerC:
-        matrices = (cast(PackedMatrix, each) for each in (parts.qkv, parts.out, parts.gated, parts.down))
-        return LayerC(
+        layer = LayerC(
             self._floats(parts.attention_norm_E),
             self._floats(parts.mlp_norm_E),
             None if parts.head_norm_AD is None else self._floats(parts.head_norm_AD),
-            *(addressof(each.matrix) for each in matrices),
+            self._matrices(parts.qkv),
+            self._matrices(parts.out),
         )
+        if isinstance(parts.mlp, Experts):
+            layer.experts = self._experts(parts.mlp)
+        else:
+            layer.gate_up, layer.down = self._matrices(parts.mlp.gated), self._matrices(parts.mlp.down)
+        return layer
+
+    def _experts(self, experts: Experts) -> int:
+        described = ExpertsC(
+            self._matrices(experts.router),
+            self._matrices(*(mlp.gated for mlp in experts.mlps)),
+            self._matrices(*(mlp.down for mlp in experts.mlps)),
+            len(experts.mlps),
+            experts.top_k,
+            experts.norm_topk,
+        )
+        return addressof(self._keep(described))
+
+    def _matrices(self, *linears: Linear) -> int:
+        """The address of their matrices, one after another. The decoder keeps the weights alive."""
+        matrices = (cast(PackedMatrix, each).matrix for each in linears)
+        return addressof(self._keep((MatrixC * len(linears))(*matrices)))
 
     def _floats(self, weights: Tensor) -> int:
-        """The address of a dense copy, which is kept alive."""
-        self._kept.append(weights.float().contiguous())
-        return self._kept[-1].data_ptr()
+        """The address of a dense copy."""
+        return int(self._keep(weights.float().contiguous()).data_ptr())
+
+    def _keep(self, thing: Any) -> Any:
+        """Keeps it alive as long as this."""
+        self._kept.append(thing)
+        return thing

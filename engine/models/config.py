@@ -36,8 +36,20 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """`layers` have `num_experts` gated MLPs of `intermediate_size` in place of one. A router chooses `top_k` of them
+    for each token. With `norm_topk` the weights of these sum to one."""
+
+    layers: frozenset[int]
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    norm_topk: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer with RMSNorm, rotary attention and a gated SiLU MLP.
+    """A decoder-only transformer with RMSNorm, rotary attention and a gated SiLU MLP, or experts.
 
     `num_heads` queries share `num_kv_heads` keys and values, `head_dim` wide each. `windows` has each layer's sliding
     window in tokens, None where it sees everything.
@@ -63,6 +75,10 @@ class ModelSpec:
     checkpoint_dtype: CheckpointDType
     fp8: Fp8Format | None
     """How matrices in fp8 are stored; None if there are none."""
+    experts: ExpertsSpec | None = None
+
+    def experts_of(self, layer: int) -> ExpertsSpec | None:
+        return self.experts if self.experts is not None and layer in self.experts.layers else None
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -76,6 +92,8 @@ class ModelSpec:
         """
         if size == 1:
             return self
+        if self.experts is not None:
+            raise UnsupportedModel(f"tensor_parallel {size}: experts cannot be shared out to ranks")
         for field, count in (
             ("num_attention_heads", self.num_heads),
             ("intermediate_size", self.intermediate_size),
@@ -140,6 +158,7 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
         windows=_parse_windows(config, family, num_layers, context_len),
         checkpoint_dtype=_parse_dtype(config),
         fp8=parse_fp8(config),
+        experts=_parse_experts(config, num_layers) if family.experts else None,
     )
     if spec.num_heads % spec.num_kv_heads or spec.head_dim % 2:
         raise UnsupportedModel(
@@ -172,13 +191,13 @@ def _parse_windows(
 ) -> tuple[int | None, ...]:
     """Windows by layer. A window as long as the context counts as none."""
     window = None
-    if family.window == "always" or (family.window == "flag" and config.get("use_sliding_window", False)):
+    if family.window == "always" or (family.window != "never" and config.get("use_sliding_window", False)):
         window = config.get("sliding_window", DEFAULT_WINDOW)
     if window is None or window >= context_len:
         return (None,) * num_layers
     if not isinstance(window, int) or window < 1:
         raise UnsupportedModel(f"config.json: sliding_window must be a positive integer, not {window!r}")
-    if family.window == "always":
+    if family.window != "flag":
         return (window,) * num_layers
     kinds = config.get("layer_types")
     if kinds is None:
@@ -188,6 +207,24 @@ def _parse_windows(
     if unknown or len(kinds) != num_layers:
         raise UnsupportedModel(f"layer_types of {len(kinds)} layers with {unknown}: not understood")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _parse_experts(config: Mapping[str, Any], num_layers: int) -> ExpertsSpec | None:
+    """None if no layer has experts. transformers 5 writes num_experts as num_local_experts."""
+    key = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    if config.get(key) == 0:
+        return None
+    num_experts, top_k = _size(config, key), _size(config, "num_experts_per_tok")
+    if top_k > num_experts:
+        raise UnsupportedModel(f"config.json: num_experts_per_tok {top_k} of {num_experts} experts")
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if not isinstance(step, int) or step < 1:
+        raise UnsupportedModel(f"config.json: decoder_sparse_step must be a positive integer, not {step!r}")
+    layers = frozenset(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
+    if not layers:
+        return None
+    inner, norm_topk = _size(config, "moe_intermediate_size"), bool(config.get("norm_topk_prob", False))
+    return ExpertsSpec(layers, num_experts, top_k, inner, norm_topk)
 
 
 def _parse_rope(config: Mapping[str, Any], context_len: int) -> RopeSpec:

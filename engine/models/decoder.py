@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.interface import AttentionStep, LayerTraits, OpenStep
-from engine.models.config import ModelSpec
+from engine.models.config import ExpertsSpec, ModelSpec
 from engine.models.fp8_matrix import Fp8Linears, Fp8Matrix, Fp8Source, stack_fp8
 from engine.models.layers import RotaryTable, interleave_rotary
 from engine.models.linear import ActivatedLinear, GatedLinears, Linear, LinearFactory
+from engine.models.mlp import Experts, GatedMlp
 from engine.models.ops import DecoderOps, WritingRotation
 from engine.models.shares import vocabulary_share
 from engine.models.weights import WeightSource
@@ -26,16 +27,14 @@ from engine.parallel.ranks import RankGroup
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerParts:
-    """One layer's norms and products. `gated` is silu(gate) * up of the MLP, `head_norm_AD` the norm of query and key
-    heads."""
+    """One layer's norms and products. `head_norm_AD` is the norm of query and key heads."""
 
     attention_norm_E: Tensor
     mlp_norm_E: Tensor
     head_norm_AD: Tensor | None
     qkv: Linear
     out: Linear
-    gated: Linear
-    down: Linear
+    mlp: GatedMlp | Experts
 
 
 class DecoderLayer:
@@ -57,7 +56,7 @@ class DecoderLayer:
         self._mlp_norm = ops.norm(parts.mlp_norm_E, spec.rms_norm_eps)
         self._rotate_ = ops.rotation(parts.head_norm_AD, spec.rms_norm_eps)
         self._writing_rotation = self._rotate_ if isinstance(self._rotate_, WritingRotation) else None
-        self._qkv, self._out, self._gated, self._down = parts.qkv, parts.out, parts.gated, parts.down
+        self._qkv, self._out, self._mlp = parts.qkv, parts.out, parts.mlp
 
     def __call__(
         self, x_NE: Tensor, delta_NE: Tensor | None, rotations_N1C: Tensor, attend: AttentionStep
@@ -68,7 +67,7 @@ class DecoderLayer:
         qkv = self._qkv(norm(x_NE) if delta_NE is None else norm.add_(x_NE, delta_NE))
         delta_NE = self._out(self._attend(qkv, rotations_N1C, attend))
         self._ranks.sum_(delta_NE)
-        delta_NE = self._down(self._gated(self._mlp_norm.add_(x_NE, delta_NE)))
+        delta_NE = self._mlp(self._mlp_norm.add_(x_NE, delta_NE))
         self._ranks.sum_(delta_NE)
         return delta_NE
 
@@ -153,6 +152,7 @@ class LayerWeights:
         activations: torch.dtype,
     ) -> None:
         self._spec = spec
+        self._experts = spec.experts_of(index)
         self._prefix = f"model.layers.{index}."
         self._source = source
         self._make_linear = make_linear
@@ -171,9 +171,15 @@ class LayerWeights:
             head_norm_AD=self.qk_norm() if spec.qk_norm else None,
             qkv=self.qkv(),
             out=self.linear("self_attn.o_proj", spec.out_bias),
-            gated=self.gated(ops),
-            down=self.linear("mlp.down_proj", spec.mlp_bias),
+            mlp=self.mlp("mlp.", ops) if self._experts is None else self.experts(self._experts, ops),
         )
+
+    def mlp(self, prefix: str, ops: DecoderOps) -> GatedMlp:
+        return GatedMlp(self.gated(prefix, ops), self.linear(f"{prefix}down_proj", self._spec.mlp_bias))
+
+    def experts(self, experts: ExpertsSpec, ops: DecoderOps) -> Experts:
+        mlps = [self.mlp(f"mlp.experts.{index}.", ops) for index in range(experts.num_experts)]
+        return Experts(self.linear("mlp.gate", False), mlps, experts.top_k, experts.norm_topk)
 
     def linear(self, name: str, has_bias: bool) -> Linear:
         return self._fused([name], has_bias, frozenset())
@@ -183,8 +189,9 @@ class LayerWeights:
         names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
         return self._fused(names, self._spec.qkv_bias, frozenset(names[:2]))
 
-    def gated(self, ops: DecoderOps) -> Linear:
-        names, has_bias, none = ["mlp.gate_proj", "mlp.up_proj"], self._spec.mlp_bias, frozenset[str]()
+    def gated(self, prefix: str, ops: DecoderOps) -> Linear:
+        names = [f"{prefix}gate_proj", f"{prefix}up_proj"]
+        has_bias, none = self._spec.mlp_bias, frozenset[str]()
         if not isinstance(self._make_linear, GatedLinears):
             return ActivatedLinear(self._fused(names, has_bias, none), ops.silu_mul)
         bias_O = self._stack(names, "bias", none) if has_bias else None

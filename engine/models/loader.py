@@ -93,7 +93,7 @@ def load_model(
     device = resolve_device(settings.device)
     ranks = ranks or OneRank()
     try:
-        spec = parse_spec(config)
+        spec = _native_spec(config, device)
     except UnsupportedModel as refusal:
         if settings.keep_fp8:
             raise UnsupportedModel(f"model.keep_fp8 is for native models ({refusal})") from refusal
@@ -113,6 +113,14 @@ def load_model(
         choose = partial(_given, given)
     loaded = _load_native(directory, spec, settings, device, choose, ops or TorchOps(), ranks)
     return _checked_deterministic(loaded) if deterministic else loaded
+
+
+def _native_spec(config: Mapping[str, Any], device: torch.device) -> ModelSpec:
+    """Raises UnsupportedModel if no native family runs the model on that device."""
+    spec = parse_spec(config)
+    if spec.experts is not None and is_gpu(device):
+        raise UnsupportedModel("experts are native on a CPU only")
+    return spec
 
 
 def _given(linears: Linears, *_: object) -> Linears:

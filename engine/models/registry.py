@@ -12,8 +12,9 @@ from engine.models.errors import UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`bias_keys` are the bias flags of config.json that this family reads; `window` says when it has a sliding window:
-    never, when use_sliding_window is set, or always unless sliding_window is null."""
+    """`bias_keys` are the bias flags of config.json that this family reads. `window` says when it has a sliding window:
+    never, when use_sliding_window is set (in some layers, or in all of them), or always unless sliding_window is
+    null. With `experts`, layers may have experts instead of an MLP."""
 
     name: str
     qkv_bias: bool = False
@@ -21,7 +22,8 @@ class Family:
     bias_keys: frozenset[str] = frozenset()
     default_kv_heads: int | None = None
     default_head_dim: int | None = None
-    window: Literal["never", "flag", "always"] = "never"
+    window: Literal["never", "flag", "flag for all", "always"] = "never"
+    experts: bool = False
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -35,6 +37,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             default_kv_heads=32,
             default_head_dim=128,
             window="flag",
+        ),
+        "Qwen3MoeForCausalLM": Family(
+            "qwen3_moe",
+            qk_norm=True,
+            bias_keys=frozenset({"attention_bias"}),
+            default_kv_heads=4,
+            window="flag for all",
+            experts=True,
         ),
         "MistralForCausalLM": Family("mistral", default_kv_heads=8, window="always"),
     }

@@ -43,13 +43,13 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if not spec.tied_embeddings:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
     for layer in range(spec.num_layers):
-        for name, shape in _layer_shapes(spec).items():
+        for name, shape in _layer_shapes(spec, layer).items():
             shapes[f"model.layers.{layer}.{name}"] = shape
     return shapes
 
 
-def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    hidden, inner = spec.hidden_size, spec.intermediate_size
+def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
+    hidden = spec.hidden_size
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
@@ -60,10 +60,16 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj": ((keys, hidden), spec.qkv_bias),
         "self_attn.v_proj": ((keys, hidden), spec.qkv_bias),
         "self_attn.o_proj": ((hidden, queries), spec.out_bias),
-        "mlp.gate_proj": ((inner, hidden), spec.mlp_bias),
-        "mlp.up_proj": ((inner, hidden), spec.mlp_bias),
-        "mlp.down_proj": ((hidden, inner), spec.mlp_bias),
     }
+    mlps, inner = ["mlp"], spec.intermediate_size
+    if (experts := spec.experts_of(layer)) is not None:
+        shapes["mlp.gate.weight"] = (experts.num_experts, hidden)
+        mlps = [f"mlp.experts.{index}" for index in range(experts.num_experts)]
+        inner = experts.intermediate_size
+    for mlp in mlps:
+        projections[f"{mlp}.gate_proj"] = ((inner, hidden), spec.mlp_bias)
+        projections[f"{mlp}.up_proj"] = ((inner, hidden), spec.mlp_bias)
+        projections[f"{mlp}.down_proj"] = ((hidden, inner), spec.mlp_bias)
     for name, (shape, has_bias) in projections.items():
         shapes[f"{name}.weight"] = shape
         if has_bias:

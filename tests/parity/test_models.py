@@ -31,6 +31,7 @@ SMALL = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -52,6 +53,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: transformers.Qwen2Config(**SMALL),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=32),
     "qwen3-biased": lambda: transformers.Qwen3Config(**SMALL, head_dim=32, attention_bias=True),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=32, norm_topk_prob=True),
+    "qwen3_moe-mixed": lambda: transformers.Qwen3MoeConfig(**SMALL, **EXPERTS, mlp_only_layers=[0]),
+    "qwen3_moe-window": lambda: transformers.Qwen3MoeConfig(
+        **SMALL, **EXPERTS, decoder_sparse_step=2, use_sliding_window=True, sliding_window=20
+    ),
     "mistral": lambda: transformers.MistralConfig(**{**SMALL, "num_key_value_heads": 1}, sliding_window=None),
     "mistral-window": lambda: transformers.MistralConfig(**SMALL, sliding_window=24),
     "qwen2-window": lambda: transformers.Qwen2Config(

@@ -3,6 +3,7 @@
 #include "vectors.h"
 
 #include "attention.h"
+#include "experts.h"
 #include "product.h"
 #include "team.h"
 
@@ -14,10 +15,12 @@
 /* Different windows of a model's layers: their items are cut once a step. */
 #define MOST_WINDOWS 8
 
-/* Shared with engine/cpu/library.py. `head_norm` has head_dim weights for each query and key head, or is NULL. */
+/* Shared with engine/cpu/library.py. `head_norm` has head_dim weights for each query and key head, or is NULL. A layer
+   has either `gate_up` and `down` or `experts`; the others are NULL. */
 typedef struct {
     const float *attention_norm, *mlp_norm, *head_norm;
     const Matrix *qkv, *out, *gate_up, *down;
+    const Experts *experts;
 } Layer;
 
 /* `rotations` has cosine and sine of each rotary pair, head_dim floats for each of num_positions. */
@@ -86,7 +89,7 @@ typedef struct {
     const Tiling **tilings; /* by layer */
     int rows, x_width, qkv_width, heads_width, inner_width;
     float *given, *x, *normed, *qkv, *attended, *inner, *partials;
-    void *scratch;
+    void *scratch, *experts;
 } Step;
 
 static void norm_rows(const Step *step, const float *weights, Team *team, int thread) {
@@ -117,6 +120,19 @@ static void turn_heads(const Step *step, const Layer *layer, const LayerKV *kv, 
     team_meet(team);
 }
 
+static void run_mlp(const Step *step, const Layer *layer, Team *team, int thread) {
+    int rows = step->rows;
+    if (layer->experts != NULL) {
+        add_experts(layer->experts, rows, step->normed, step->x, step->x_width, step->experts, step->scratch, team, thread);
+        return;
+    }
+    product(layer->gate_up, rows, step->normed, step->x_width, step->inner, step->inner_width, SILU_MUL, step->scratch,
+            team, thread);
+    team_meet(team);
+    product(layer->down, rows, step->inner, step->inner_width, step->x, step->x_width, ADD, step->scratch, team, thread);
+    team_meet(team);
+}
+
 static void run_layer(const Step *step, int index, Team *team, int thread) {
     const Model *model = step->model;
     const Layer *layer = &model->layers[index];
@@ -132,11 +148,7 @@ static void run_layer(const Step *step, int index, Team *team, int thread) {
     product(layer->out, rows, step->attended, step->heads_width, step->x, step->x_width, ADD, step->scratch, team, thread);
     team_meet(team);
     norm_rows(step, layer->mlp_norm, team, thread);
-    product(layer->gate_up, rows, step->normed, step->x_width, step->inner, step->inner_width, SILU_MUL, step->scratch,
-            team, thread);
-    team_meet(team);
-    product(layer->down, rows, step->inner, step->inner_width, step->x, step->x_width, ADD, step->scratch, team, thread);
-    team_meet(team);
+    run_mlp(step, layer, team, thread);
 }
 
 static void copy_rows(const Step *step, int out, Team *team, int thread) {
@@ -190,27 +202,40 @@ static Outcome tiling_for(Decoder *decoder, int *made, const Items *items, const
     return tile_items(tiling, items, decoder->model.heads, layer, threads);
 }
 
-static size_t scratch_floats(const Model *model, int rows) {
-    size_t most = 0;
+static size_t larger_of(size_t one, size_t other) { return one > other ? one : other; }
+
+/* What the layers need beside what every layer has, in floats: the most of any. */
+typedef struct {
+    size_t scratch, inner_width, experts;
+} Needs;
+
+static Needs needs_of(const Model *model, int rows, int x_width) {
+    Needs needs = {0};
     for (int index = 0; index < model->num_layers; index++) {
         const Layer *layer = &model->layers[index];
-        const Matrix *matrices[] = {layer->qkv, layer->out, layer->gate_up, layer->down};
-        for (int m = 0; m < 4; m++) {
-            size_t bytes = product_scratch(matrices[m], rows);
-            most = bytes > most ? bytes : most;
+        size_t scratch = larger_of(product_scratch(layer->qkv, rows), product_scratch(layer->out, rows));
+        if (layer->experts != NULL) {
+            scratch = larger_of(scratch, experts_scratch(layer->experts, rows));
+            needs.experts = larger_of(needs.experts, experts_room(layer->experts, rows, x_width) / sizeof(float));
+        } else {
+            scratch = larger_of(scratch, product_scratch(layer->gate_up, rows));
+            scratch = larger_of(scratch, product_scratch(layer->down, rows));
+            needs.inner_width = larger_of(needs.inner_width, (size_t)product_width(layer->gate_up));
         }
+        needs.scratch = larger_of(needs.scratch, scratch / sizeof(float) + 1);
     }
-    return most / sizeof(float) + 1;
+    return needs;
 }
 
-static size_t lay_out(Step *step, char *base, size_t scratch, size_t partials) {
+static size_t lay_out(Step *step, char *base, Needs needs, size_t partials) {
     size_t used = 0, rows = (size_t)step->rows;
     step->x = take(base, &used, rows * (size_t)step->x_width);
     step->normed = take(base, &used, rows * (size_t)step->x_width);
     step->qkv = take(base, &used, rows * (size_t)step->qkv_width);
     step->attended = take(base, &used, rows * (size_t)step->heads_width);
     step->inner = take(base, &used, rows * (size_t)step->inner_width);
-    step->scratch = take(base, &used, scratch);
+    step->scratch = take(base, &used, needs.scratch);
+    step->experts = take(base, &used, needs.experts);
     step->partials = take(base, &used, partials);
     return used;
 }
@@ -233,11 +258,11 @@ API int kedge_decoder_step(Decoder *decoder, Team *team, const Items *items, con
         if (positions[row] < 0 || positions[row] >= model->num_positions) return BAD_POSITION;
     Step step = {.model = model, .items = items, .kv = kv, .positions = positions, .tilings = tilings,
                  .rows = items->rows, .x_width = product_width(layer->out), .qkv_width = product_width(layer->qkv),
-                 .heads_width = PADDED(model->heads.heads * model->heads.head_dim),
-                 .inner_width = product_width(layer->gate_up), .given = x};
-    size_t scratch = scratch_floats(model, step.rows);
-    if (!reserve(&decoder->memory, lay_out(&step, NULL, scratch, partials))) return NO_MEMORY;
-    lay_out(&step, decoder->memory.at, scratch, partials);
+                 .heads_width = PADDED(model->heads.heads * model->heads.head_dim), .given = x};
+    Needs needs = needs_of(model, step.rows, step.x_width);
+    step.inner_width = (int)needs.inner_width;
+    if (!reserve(&decoder->memory, lay_out(&step, NULL, needs, partials))) return NO_MEMORY;
+    lay_out(&step, decoder->memory.at, needs, partials);
     team_run(team, run_step, &step);
     return DONE;
 }
@@ -247,9 +272,9 @@ API int kedge_decoder_step(Decoder *decoder, Team *team, const Items *items, con
 API int kedge_decoder_head(Decoder *decoder, Team *team, int rows, float *x, float *logits) {
     const Model *model = &decoder->model;
     Step step = {.model = model, .rows = rows, .x_width = PADDED(model->hidden), .given = x};
-    size_t scratch = product_scratch(model->head, rows) / sizeof(float) + 1;
-    if (!reserve(&decoder->memory, lay_out(&step, NULL, scratch, 0))) return NO_MEMORY;
-    lay_out(&step, decoder->memory.at, scratch, 0);
+    Needs needs = {.scratch = product_scratch(model->head, rows) / sizeof(float) + 1};
+    if (!reserve(&decoder->memory, lay_out(&step, NULL, needs, 0))) return NO_MEMORY;
+    lay_out(&step, decoder->memory.at, needs, 0);
     step.qkv = logits;
     team_run(team, run_head, &step);
     return DONE;

@@ -110,6 +110,16 @@ size_t product_scratch(const Matrix *matrix, int rows) {
     return rounds_rows(matrix, rows) ? padded * (size_t)((matrix->inputs + 1) / 2) * 4 + 64 : 0;
 }
 
+/* A group may begin at any row, so the rows that are read behind its last one may lie behind the last of all. */
+size_t grouped_scratch(const Matrix *matrices, int count, int rows) {
+    size_t most = 0;
+    for (int index = 0; index < count; index++) {
+        size_t bytes = product_scratch(&matrices[index], rows + ROUNDED_ROWS);
+        most = bytes > most ? bytes : most;
+    }
+    return most;
+}
+
 #if defined(__F16C__) || defined(__AVX512F__)
 INLINE Floats load_halves(const uint16_t *from) {
 #if LANES == 16
@@ -322,36 +332,68 @@ static void round_rows(int rows, const float *x, int x_stride, int inputs, uint1
     team_meet(team);
 }
 
+/* How a product is cut: into pieces of blocks times groups of rows. */
+typedef struct {
+    int kind, blocks, rows, piece, pieces, group, groups;
+} Cut;
+
+static Cut cut_of(const Tiles *tiles, int kind, int rows, int threads) {
+    Cut cut = {.kind = kind, .blocks = packed_blocks(tiles->matrix), .rows = rows};
+    int tall = kind == ROUNDED && ROUNDED_ROWS > MOST_TALL ? 2 * ROUNDED_ROWS : MOST_TALL;
+    cut.group = (int)(GROUP_BYTES / tiles->x_stride) / tall * tall;
+    if (cut.group < tall) cut.group = tall;
+    /* Pieces large enough to be read at memory's full speed, and some for each thread. */
+    int piece = (cut.blocks + 8 * threads - 1) / (8 * threads);
+    cut.piece = piece < 4 ? 4 : piece > 16 ? 16 : (piece + 3) / 4 * 4;
+    cut.pieces = (cut.blocks + cut.piece - 1) / cut.piece;
+    cut.groups = (rows + cut.group - 1) / cut.group;
+    return cut;
+}
+
+static void multiply_piece(const Tiles *tiles, const Cut *cut, int64_t index) {
+    int first = (int)(index % cut->pieces) * cut->piece, row = (int)(index / cut->pieces) * cut->group;
+    int end = first + cut->piece < cut->blocks ? first + cut->piece : cut->blocks;
+    int taken = row + cut->group < cut->rows ? cut->group : cut->rows - row;
+#if defined(__AMX_BF16__)
+    if (cut->kind == ROUNDED) {
+        multiply_rounded(tiles, first, end, row, taken);
+        return;
+    }
+#endif
+    multiply(tiles, cut->kind, first, end, row, taken);
+}
+
+void grouped_product(const Matrix *matrices, int count, const int32_t *first, const float *x, int x_stride, float *y,
+                     int y_stride, int how, void *scratch, Team *team, int thread) {
+    size_t rounded_stride = (size_t)(matrices->inputs + 1) / 2 * 4;
+    int rounds = 0;
+    for (int index = 0; index < count; index++)
+        rounds |= rounds_rows(&matrices[index], first[index + 1] - first[index]);
+    if (rounds) round_rows(first[count], x, x_stride, matrices->inputs, scratch, team, thread);
+    int64_t next = team_next(team), before = 0;
+    for (int index = 0; index < count; index++) {
+        const Matrix *matrix = &matrices[index];
+        int row = first[index], rows = first[index + 1] - row;
+        if (rows == 0) continue;
+        Tiles tiles = {matrix, (const char *)(x + (size_t)row * (size_t)x_stride), (size_t)x_stride * 4,
+                       y + (size_t)row * (size_t)y_stride, (size_t)y_stride, how};
+        int kind = matrix->format;
+        if (rounds_rows(matrix, rows)) {
+            kind = ROUNDED;
+            tiles.x = (const char *)scratch + (size_t)row * rounded_stride;
+            tiles.x_stride = rounded_stride;
+        }
+        Cut cut = cut_of(&tiles, kind, rows, team_size(team));
+        int64_t pieces = (int64_t)cut.pieces * cut.groups;
+        for (; next < before + pieces; next = team_next(team)) multiply_piece(&tiles, &cut, next - before);
+        before += pieces;
+    }
+}
+
 void product(const Matrix *matrix, int rows, const float *x, int x_stride, float *y, int y_stride, int how,
              void *scratch, Team *team, int thread) {
-    Tiles tiles = {matrix, (const char *)x, (size_t)x_stride * 4, y, (size_t)y_stride, how};
-    int kind = matrix->format;
-    if (rounds_rows(matrix, rows)) {
-        kind = ROUNDED;
-        round_rows(rows, x, x_stride, matrix->inputs, scratch, team, thread);
-        tiles.x = scratch;
-        tiles.x_stride = (size_t)(matrix->inputs + 1) / 2 * 4;
-    }
-    int blocks = packed_blocks(matrix), size = team_size(team);
-    int tall = kind == ROUNDED && ROUNDED_ROWS > MOST_TALL ? 2 * ROUNDED_ROWS : MOST_TALL;
-    int group = (int)(GROUP_BYTES / tiles.x_stride) / tall * tall;
-    if (group < tall) group = tall;
-    /* Pieces large enough to be read at memory's full speed, and some for each thread. */
-    int piece = (blocks + 8 * size - 1) / (8 * size);
-    piece = piece < 4 ? 4 : piece > 16 ? 16 : (piece + 3) / 4 * 4;
-    int pieces = (blocks + piece - 1) / piece, groups = (rows + group - 1) / group;
-    for (int64_t next = team_next(team); next < (int64_t)pieces * groups; next = team_next(team)) {
-        int first = (int)(next % pieces) * piece, row = (int)(next / pieces) * group;
-        int end = first + piece < blocks ? first + piece : blocks;
-        int taken = row + group < rows ? group : rows - row;
-#if defined(__AMX_BF16__)
-        if (kind == ROUNDED) {
-            multiply_rounded(&tiles, first, end, row, taken);
-            continue;
-        }
-#endif
-        multiply(&tiles, kind, first, end, row, taken);
-    }
+    const int32_t first[] = {0, rows};
+    grouped_product(matrix, 1, first, x, x_stride, y, y_stride, how, scratch, team, thread);
 }
 
 typedef struct {

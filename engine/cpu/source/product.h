@@ -26,9 +26,17 @@ int product_width(const Matrix *matrix);
 /* What product() needs for so many rows beside its arguments, in bytes. */
 size_t product_scratch(const Matrix *matrix, int rows);
 
+/* The same for grouped_product(). */
+size_t grouped_scratch(const Matrix *matrices, int count, int rows);
+
 /* Called by every thread of the team, which must have met since x was written and must meet before y is read. Rows of x
    are x_stride floats apart, and of y y_stride. */
 void product(const Matrix *matrix, int rows, const float *x, int x_stride, float *y, int y_stride, int how,
              void *scratch, Team *team, int thread);
+
+/* A product for each of `count` matrices with the same inputs and outputs. Rows first[i] .. first[i + 1] - 1 of x are
+   multiplied by matrix i; first[0] is 0. The threads share the pieces of all of them. */
+void grouped_product(const Matrix *matrices, int count, const int32_t *first, const float *x, int x_stride, float *y,
+                     int y_stride, int how, void *scratch, Team *team, int thread);
 
 #endif

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import silu
 
 from engine.cpu.library import Workers
-from engine.cpu.matrix import PackedLinears, PackedMatrix, narrowed
+from engine.cpu.matrix import PackedLinears, PackedMatrix, WeightMemory, narrowed
 from engine.models.linear import PlainLinear
 from tests.unit.engine.cpu.builds import every_build, kernels_of
 
@@ -76,7 +76,7 @@ def test_many_rows_may_be_rounded_to_bfloat16(variant: str, inputs: int) -> None
 @every_build
 def test_rows_that_are_not_dense(variant: str) -> None:
     weight_OI = torch.randn(40, 24)
-    linear = PackedMatrix(weight_OI, None, Workers(kernels_of(variant), 1), rounds=False)
+    linear = PackedMatrix(weight_OI, None, Workers(kernels_of(variant), 1), WeightMemory(), rounds=False)
     x_NI = torch.randn(24, 6).t()
     torch.testing.assert_close(linear(x_NI), x_NI @ weight_OI.t(), atol=3e-6, rtol=1e-5)
 

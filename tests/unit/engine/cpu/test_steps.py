@@ -44,6 +44,15 @@ CONFIGS = {
     "llama": BASE,
     "biased": BASE | {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
     "qwen3": BASE | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "tie_word_embeddings": True},
+    "experts": BASE
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 44,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
     "window": BASE
     | {"architectures": ["MistralForCausalLM"], "sliding_window": 21, "num_key_value_heads": 6},
 }
