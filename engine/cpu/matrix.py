@@ -92,9 +92,7 @@ class PackedLinears:
         return PackedMatrix(weight_OI, bias_O, self.workers, self._memory, rounds=self._rounds)
 
     def gated(self, gate_up_OI: Tensor, bias_O: Tensor | None) -> Linear:
-        return PackedMatrix(
-            gate_up_OI, bias_O, self.workers, self._memory, rounds=self._rounds, paired=True
-        )
+        return PackedMatrix(gate_up_OI, bias_O, self.workers, self._memory, rounds=self._rounds, paired=True)
 
     def describe(self) -> Mapping[str, str]:
         return {"linear": "cpu", "linear_reason": f"compiled for {self.workers.kernels.variant}"}

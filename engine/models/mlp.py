@@ -41,7 +41,7 @@ class Experts:
     def __call__(self, x_NE: Tensor) -> Tensor:
         weights_NK, chosen_NK = self._route(x_NE)
         sum_NE = torch.zeros_like(x_NE)
-        for expert in chosen_NK.unique().tolist():
+        for expert in sorted(set(chosen_NK.flatten().tolist())):
             tokens_M, places_M = torch.where(chosen_NK == expert)
             part_ME = self.mlps[expert](x_NE[tokens_M])
             sum_NE.index_add_(0, tokens_M, part_ME * weights_NK[tokens_M, places_M, None])

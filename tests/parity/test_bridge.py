@@ -131,7 +131,11 @@ CASES = {
     ),
     "olmo2": Case(lambda: transformers.Olmo2Config(**SMALL)),
     "phi3": Case(lambda: transformers.Phi3Config(**SMALL, sliding_window=WINDOW), ALL_WINDOWS),
-    "qwen3_moe": Case(lambda: transformers.Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=16, num_experts=4)),
+    "qwen3_moe-yarn": Case(
+        lambda: transformers.Qwen3MoeConfig(
+            **SMALL, **EXPERTS, head_dim=16, num_experts=4, rope_parameters=YARN
+        )
+    ),
     "smollm3": Case(lambda: transformers.SmolLM3Config(**SMALL, no_rope_layers=[1, 0, 1])),
     "stablelm": Case(lambda: transformers.StableLmConfig(**SMALL)),
     "starcoder2": Case(lambda: transformers.Starcoder2Config(**SMALL, sliding_window=WINDOW), ALL_WINDOWS),

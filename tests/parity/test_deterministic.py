@@ -59,6 +59,14 @@ MODELS: dict[str, tuple[Any, DTypeName]] = {
 }
 """Configurations, and the dtype of their weights: the kernels have a way for each."""
 
+if DEVICE.type == "cpu":
+    MODELS["experts"] = (
+        transformers.Qwen3MoeConfig(
+            **SIZES, **SMALL_HEADS, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=40
+        ),
+        "bfloat16",
+    )
+
 SPECULATION: tuple[SpeculationMethod, ...] = ("off", "ngram", "draft")
 CELLS = [
     Cell(speculation, page_size, disturbed, disturbed, seed, VOCAB)

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import silu
 
 from engine.cpu.library import Workers
-from engine.cpu.matrix import PackedLinears, PackedMatrix, WeightMemory, narrowed
+from engine.cpu.matrix import ALIGNMENT, BLOCK, PackedLinears, PackedMatrix, WeightMemory, narrowed
 from engine.models.linear import PlainLinear
 from tests.unit.engine.cpu.builds import every_build, kernels_of
 
@@ -55,6 +55,19 @@ def test_a_row_has_the_same_bits_beside_any_number_of_others(variant: str, value
         for rows in ROWS:
             for linear, all_NO in zip(made, expected, strict=True):
                 assert torch.equal(linear(x_NI[-rows:]), all_NO[-rows:]), f"{rows} rows"
+
+
+def test_matrices_share_mappings_and_never_overlap() -> None:
+    memory, sizes = WeightMemory(), [1, 64, 100, BLOCK // 2, BLOCK // 2, BLOCK + 1, 7]
+    pieces = [memory.take(size) for size in sizes]
+    for number, piece in enumerate(pieces, 1):
+        assert piece.data_ptr() % ALIGNMENT == 0
+        assert not piece[:: 2**20].any(), "zeroed"
+        piece[0], piece[-1] = number, number
+    for number, (piece, size) in enumerate(zip(pieces, sizes, strict=True), 1):
+        assert len(piece) >= size
+        assert (int(piece[0]), int(piece[-1])) == (number, number)
+    assert len({piece.untyped_storage().data_ptr() for piece in pieces}) == 4
 
 
 @pytest.mark.parametrize("inputs", [67, 96])

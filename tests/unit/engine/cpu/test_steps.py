@@ -22,9 +22,9 @@ from engine.cpu.steps import WholeSteps
 from engine.models.linear import PlainLinear
 from engine.models.loader import LoadedModel, load_model
 from engine.runner.kv_pool import KVPool, make_kv_pool
-from engine.settings import CacheSettings, ModelSettings
+from engine.settings import CacheSettings, DTypeName, ModelSettings
 from tests.unit.engine.attention.reference import ReferenceAttention
-from tests.unit.engine.cpu.builds import every_build, kernels_of
+from tests.unit.engine.cpu.builds import RUNNING, every_build, kernels_of
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -60,9 +60,9 @@ PAGES, PAGE_SIZE = 96, 16
 TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
 
 
-def load(directory: Path, config: dict[str, Any], linears: Any) -> LoadedModel:
+def load(directory: Path, config: dict[str, Any], linears: Any, dtype: DTypeName = "float32") -> LoadedModel:
     (directory / "config.json").write_text(json.dumps(config))
-    settings = ModelSettings(str(directory), load_format="dummy", dtype="float32", device="cpu", seed=5)
+    settings = ModelSettings(str(directory), load_format="dummy", dtype=dtype, device="cpu", seed=5)
     return load_model(settings, linears)
 
 
@@ -130,6 +130,44 @@ def test_equals_the_decoder_of_torch(tmp_path: Path, name: str, threads: int, va
     for got in (run(whole, CpuAttention(pool, kernels)), run(whole, TorchAttention(pool))):
         for one, other in zip(expected, got, strict=True):
             torch.testing.assert_close(other, one, **TOLERANCE)
+
+
+@every_build
+def test_experts_of_many_and_of_few_rows_are_rounded_as_each_would_be_alone(
+    tmp_path: Path, variant: str
+) -> None:
+    """Some experts of a step have more rows than are worth rounding, others have none. Sizes are those of AMX's tiles,
+    which read beyond an expert's last row."""
+    kernels = kernels_of(variant)
+    config = BASE | CONFIGS["experts"] | {"hidden_size": 64, "num_hidden_layers": 1, "mlp_only_layers": []}
+    config |= {"num_experts": 40, "moe_intermediate_size": 96}
+    linears = PackedLinears(Workers(kernels, 3), rounds=True)
+    whole = load(tmp_path, config, linears, dtype="bfloat16")
+    assert isinstance(whole.model, WholeSteps)
+    pool = poisoned_pool(whole)
+    grouped, apart = run(whole, CpuAttention(pool, kernels)), run(whole, TorchAttention(pool))
+    for one, other in zip(grouped, apart, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-2)
+
+
+def test_more_rows_of_experts_than_are_in_memory_at_a_time(tmp_path: Path) -> None:
+    kernels = kernels_of(RUNNING[0] if RUNNING else "none")
+    config = CONFIGS["experts"] | {"num_experts": 12, "num_experts_per_tok": 10}
+    plain = load(tmp_path, config, PlainLinear)
+    whole = load(tmp_path, config, PackedLinears(Workers(kernels, 2), rounds=False))
+    tokens_N, positions_N = torch.arange(1000) % 131, torch.arange(1000)
+    pages = np.arange(63, dtype=np.int32)
+    items = [AttentionItem(1000, 1000, pages, False, pages)]
+    slots_PN = torch.stack([positions_N, positions_N])
+    with torch.inference_mode():
+        expected, got = (
+            loaded.model.forward(tokens_N, positions_N, attention.begin(items, slots_PN))
+            for loaded, attention in (
+                (plain, ReferenceAttention(poisoned_pool(plain))),
+                (whole, CpuAttention(poisoned_pool(whole), kernels)),
+            )
+        )
+    torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
 @every_build

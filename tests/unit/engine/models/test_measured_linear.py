@@ -15,16 +15,21 @@ from engine.models.measured_linear import ROWS, MeasuredGated, MeasuredLinears
 
 
 class Way:
-    """A PlainLinear that notes when it is called."""
+    """A product that notes when it is called. It sums in the order of inputs, whatever this machine's libraries do for
+    some number of rows."""
 
     def __init__(self, name: str, weight_OI: Tensor, bias_O: Tensor | None, called: list[str]) -> None:
         self.name = name
-        self._plain = PlainLinear(weight_OI, bias_O)
+        self._weight_OI = weight_OI
+        self._bias_O = torch.zeros(len(weight_OI)) if bias_O is None else bias_O
         self._called = called
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         self._called.append(self.name)
-        return self._plain(x_NI)
+        y_NO = self._bias_O.repeat(len(x_NI), 1)
+        for x_N, weight_O in zip(x_NI.t(), self._weight_OI.t(), strict=True):
+            y_NO += x_N[:, None] * weight_O
+        return y_NO
 
 
 class Times:

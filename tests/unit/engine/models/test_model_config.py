@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.models.config import RopeSpec, parse_spec, read_config
+from engine.models.config import ExpertsSpec, RopeSpec, parse_spec, read_config
 from engine.models.errors import ModelNotFound, UnsupportedModel
 from engine.runner.kv_pool import KVLayout
 
@@ -60,6 +60,50 @@ def test_what_families_build_in() -> None:
     llama = parse_spec(config(attention_bias=True, mlp_bias=True, num_key_value_heads=None))
     assert (llama.qkv_bias, llama.out_bias, llama.mlp_bias, llama.num_kv_heads) == (True, True, True, 4)
     assert parse_spec(config(architectures=None, model_type="llama")).family == "llama"
+
+
+def moe(**changes: Any) -> dict[str, Any]:
+    base = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    }
+    return config(**base, **changes)
+
+
+def test_experts() -> None:
+    spec = parse_spec(moe(norm_topk_prob=True))
+    assert spec.experts == ExpertsSpec(frozenset(range(spec.num_layers)), 8, 2, 24, norm_topk=True)
+    renamed = moe() | {"num_local_experts": 8}  # as transformers 5 writes it
+    del renamed["num_experts"]
+    assert parse_spec(renamed) == parse_spec(moe())
+    mixed = parse_spec(moe(num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3]))
+    assert [mixed.experts_of(layer) is not None for layer in range(4)] == [False, True, False, False]
+    for dense in ({"num_experts": 0}, {"mlp_only_layers": [0, 1, 2, 3]}):
+        assert parse_spec(moe(num_hidden_layers=4) | dense).experts is None
+    with pytest.raises(UnsupportedModel, match="tensor_parallel 2: experts"):
+        spec.shard(2)
+
+
+def test_every_layer_of_experts_has_the_window() -> None:
+    assert parse_spec(moe(use_sliding_window=True, sliding_window=8, max_window_layers=1)).windows == (8, 8)
+    assert parse_spec(moe(sliding_window=8)).windows == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok must be"),
+        ({"num_experts": None}, "num_experts must be"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size must be"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be"),
+    ],
+)
+def test_refused_experts_name_the_field(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        parse_spec(moe() | changes)
 
 
 @pytest.mark.parametrize(
