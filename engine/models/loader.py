@@ -93,7 +93,7 @@ def load_model(
     device = resolve_device(settings.device)
     ranks = ranks or OneRank()
     try:
-        spec = _native_spec(config, device)
+        spec = native_spec(config, device)
     except UnsupportedModel as refusal:
         if settings.keep_fp8:
             raise UnsupportedModel(f"model.keep_fp8 is for native models ({refusal})") from refusal
@@ -115,7 +115,7 @@ def load_model(
     return _checked_deterministic(loaded) if deterministic else loaded
 
 
-def _native_spec(config: Mapping[str, Any], device: torch.device) -> ModelSpec:
+def native_spec(config: Mapping[str, Any], device: torch.device) -> ModelSpec:
     """Raises UnsupportedModel if no native family runs the model on that device."""
     spec = parse_spec(config)
     if spec.experts is not None and is_gpu(device):

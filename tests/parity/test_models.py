@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from engine.batch import BatchItem, ScheduledBatch
+from tests.parity.place import DEVICE
 from tests.parity.streams import CONTEXT, VOCAB, Peer, plain_runner, poisoned_pool, prompts, serve
 
 EMBEDDED = Path(__file__).parents[2] / "assets" / "models" / "kedge-chat"
@@ -53,11 +54,6 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: transformers.Qwen2Config(**SMALL),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=32),
     "qwen3-biased": lambda: transformers.Qwen3Config(**SMALL, head_dim=32, attention_bias=True),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=32, norm_topk_prob=True),
-    "qwen3_moe-mixed": lambda: transformers.Qwen3MoeConfig(**SMALL, **EXPERTS, mlp_only_layers=[0]),
-    "qwen3_moe-window": lambda: transformers.Qwen3MoeConfig(
-        **SMALL, **EXPERTS, decoder_sparse_step=2, use_sliding_window=True, sliding_window=20
-    ),
     "mistral": lambda: transformers.MistralConfig(**{**SMALL, "num_key_value_heads": 1}, sliding_window=None),
     "mistral-window": lambda: transformers.MistralConfig(**SMALL, sliding_window=24),
     "qwen2-window": lambda: transformers.Qwen2Config(
@@ -71,6 +67,17 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
 }
+ON_A_CPU: dict[str, Callable[[], Any]] = {
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=32, norm_topk_prob=True),
+    "qwen3_moe-mixed": lambda: transformers.Qwen3MoeConfig(**SMALL, **EXPERTS, mlp_only_layers=[0]),
+    "qwen3_moe-window": lambda: transformers.Qwen3MoeConfig(
+        **SMALL, **EXPERTS, decoder_sparse_step=2, use_sliding_window=True, sliding_window=20
+    ),
+}
+"""Families that a GPU runs over the bridge."""
+
+if DEVICE.type == "cpu":
+    CONFIGS |= ON_A_CPU
 
 
 @pytest.fixture(scope="module", params=sorted(CONFIGS))

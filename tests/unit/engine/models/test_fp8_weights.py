@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_loader import CONFIG, load, run_logits, weights, write_config
+from test_loader import CONFIG, EXPERTS, load, run_logits, weights, write_config
 from torch import Tensor
 
 from engine.models.config import parse_spec, read_config
@@ -60,9 +60,11 @@ FORMATS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-def write_fp8(directory: Path, quantization: dict[str, Any], kind: str, scale_name: str) -> dict[str, Tensor]:
+def write_fp8(
+    directory: Path, quantization: dict[str, Any], kind: str, scale_name: str, **changes: Any
+) -> dict[str, Tensor]:
     """Writes a checkpoint whose projections are in fp8. Returns the weights that it stands for."""
-    write_config(directory, quantization_config=quantization)
+    write_config(directory, quantization_config=quantization, **changes)
     stored, meant = {}, {}
     for name, weight in weights(directory).items():
         stored[name] = meant[name] = weight
@@ -93,12 +95,13 @@ def test_each_number_is_multiplied_by_its_scale(tmp_path: Path, case: str, ranks
         source.close()
 
 
+@pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("case", FORMATS)
-def test_the_model_is_the_one_that_is_meant(tmp_path: Path, case: str) -> None:
+def test_the_model_is_the_one_that_is_meant(tmp_path: Path, case: str, changes: dict[str, Any]) -> None:
     (plain := tmp_path / "plain").mkdir()
     (fp8 := tmp_path / "fp8").mkdir()
-    meant = write_fp8(fp8, *FORMATS[case])
-    write_config(plain)
+    meant = write_fp8(fp8, *FORMATS[case], **changes)
+    write_config(plain, **changes)
     save_file(meant, plain / "model.safetensors")
     expected, found = load(plain, dtype="float32"), load(fp8, dtype="float32")
     assert found.native

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from engine.attention.interface import AttentionItem
 from engine.attention.torch_backend import TorchAttention
 from engine.models.config import parse_spec, read_config
-from engine.models.errors import BadCheckpoint, ModelNotFound
-from engine.models.loader import LoadedModel, load_model, read_eos_ids
+from engine.models.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
+from engine.models.loader import LoadedModel, load_model, native_spec, read_eos_ids
 from engine.models.weights import DummyWeights, tensor_shapes
 from engine.runner.kv_pool import make_kv_pool
 from engine.settings import CacheSettings, ModelSettings
@@ -30,6 +30,15 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
     "eos_token_id": 2,
+}
+
+
+EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "mlp_only_layers": [0],
 }
 
 
@@ -103,6 +112,25 @@ def test_damaged_checkpoints_name_the_weight(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(BadCheckpoint, match=r"model\.safetensors"):
         load(tmp_path)
+
+
+def test_each_expert_s_weights_are_named(tmp_path: Path) -> None:
+    write_config(tmp_path, **EXPERTS)
+    tensors = weights(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(run_logits(load(tmp_path)), run_logits(load(tmp_path, load_format="dummy", seed=3)))
+    del tensors[name := "model.layers.1.mlp.experts.4.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(BadCheckpoint, match=f"missing weights: {name}"):
+        load(tmp_path)
+
+
+def test_experts_are_native_on_a_cpu_only(tmp_path: Path) -> None:
+    config = read_config(write_config(tmp_path, **EXPERTS))
+    assert native_spec(config, torch.device("cpu")).experts is not None
+    with pytest.raises(UnsupportedModel, match="experts are native on a CPU only"):
+        native_spec(config, torch.device("cuda"))
+    assert native_spec(CONFIG, torch.device("cuda")).experts is None
 
 
 def test_absent_files(tmp_path: Path) -> None:
