@@ -10,6 +10,7 @@ from typing import Any, Literal, cast, get_args
 
 from engine.models.errors import ModelNotFound, UnsupportedModel
 from engine.models.fp8_weights import Fp8Format, parse_fp8
+from engine.models.packed_weights import PackedFormat, parse_packed
 from engine.models.registry import Family, find_family
 from engine.runner.kv_pool import KVLayout
 
@@ -75,7 +76,9 @@ class ModelSpec:
     checkpoint_dtype: CheckpointDType
     fp8: Fp8Format | None
     """How matrices in fp8 are stored; None if there are none."""
-    experts: ExpertsSpec | None = None
+    packed: PackedFormat | None
+    """How matrices of packed integers are stored; None if there are none."""
+    experts: ExpertsSpec | None
 
     def experts_of(self, layer: int) -> ExpertsSpec | None:
         return self.experts if self.experts is not None and layer in self.experts.layers else None
@@ -137,6 +140,7 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
     _refuse_unknown(config)
     num_heads = _size(config, "num_attention_heads")
     num_layers = _size(config, "num_hidden_layers")
+    packed = parse_packed(config)
     hidden_size = _size(config, "hidden_size")
     spec = ModelSpec(
         family=family.name,
@@ -157,7 +161,8 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
         qk_norm=family.qk_norm,
         windows=_parse_windows(config, family, num_layers, context_len),
         checkpoint_dtype=_parse_dtype(config),
-        fp8=parse_fp8(config),
+        fp8=parse_fp8(config) if packed is None else None,
+        packed=packed,
         experts=_parse_experts(config, num_layers) if family.experts else None,
     )
     if spec.num_heads % spec.num_kv_heads or spec.head_dim % 2:

@@ -33,7 +33,10 @@ SCALES = ("weight_scale_inv", "weight_scale")
 UNREAD = ("input_scale",)
 """For activations, which stay as they are."""
 
-FORMATS = "FP8 weights (quant_method fp8, or compressed-tensors with format float-quantized) are read"
+FORMATS = (
+    "FP8 weights (quant_method fp8, or compressed-tensors with format float-quantized) are read, and packed integers"
+    " (gptq, awq, or compressed-tensors with format pack-quantized)"
+)
 
 
 @dataclass(frozen=True, slots=True)

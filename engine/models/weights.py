@@ -15,6 +15,7 @@ from engine.models.config import ModelSpec, read_json
 from engine.models.errors import BadCheckpoint, ModelNotFound
 from engine.models.fp8_matrix import Fp8Matrix
 from engine.models.fp8_weights import SCALES, STORED, UNREAD
+from engine.models.packed_weights import WORDS
 from engine.models.shares import Shares
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -100,13 +101,20 @@ class CheckpointWeights:
         self._device = device
         self._shares = shares or Shares(spec, 0, 1)
         self._fp8 = spec.fp8
+        self._packed = spec.packed
+        self._shapes = tensor_shapes(spec)
         self._stack = ExitStack()
         self._files = {path: self._open(path) for path in weight_files(directory)}
         self._file_of = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
-        self._check(directory, tensor_shapes(spec), spec.tied_embeddings)
+        self._packed_of = self._find_packed()
+        self._check(directory, spec.tied_embeddings)
 
     def take(self, name: str) -> Tensor:
-        file, part = self._file_of[name], self._shares.part(name)
+        part = self._shares.part(name)
+        if name in self._packed_of:
+            wide = self._unpack(name)
+            return (wide if part is None else part.of(wide)).to(self._dtype).contiguous()
+        file = self._file_of[name]
         scale_name = self._scale_of(name)
         if scale_name is not None:
             assert self._fp8 is not None
@@ -121,6 +129,8 @@ class CheckpointWeights:
 
     def take_fp8(self, name: str) -> Fp8Matrix | None:
         """A matrix as it is stored; None if that is not in fp8 or this rank has a part of it only."""
+        if name in self._packed_of:
+            return None
         scale_name = self._scale_of(name)
         if scale_name is None or self._shares.part(name) is not None:
             return None
@@ -137,11 +147,60 @@ class CheckpointWeights:
         except Exception as error:
             raise BadCheckpoint(f"{path}: {error}") from error
 
-    def _check(self, directory: Path, expected: Mapping[str, tuple[int, ...]], tied: bool) -> None:
+    def _find_packed(self) -> dict[str, dict[str, str]]:
+        """The tensors, by their field, of each matrix that is stored as packed integers."""
+        if self._packed is None:
+            return {}
+        found = {
+            name: {
+                field: tensor for field in self._packed.fields if (tensor := stem + field) in self._file_of
+            }
+            for name in self._shapes
+            if name.endswith(".weight") and name not in self._file_of
+            for stem in (name.removesuffix("weight"),)
+        }
+        return {name: tensors for name, tensors in found.items() if tensors.keys() >= self._packed.needed}
+
+    def _unpack(self, name: str) -> Tensor:
+        assert self._packed is not None
+        tensors = {
+            field: self._file_of[each].get_tensor(each) for field, each in self._packed_of[name].items()
+        }
+        outputs, inputs = self._shapes[name]
+        return self._packed.multiplied(tensors, outputs, inputs)
+
+    def _check_packed(self, directory: Path) -> set[str]:
+        """Checks the shapes of packed integers, and returns the names of all tensors that belong to them. Some packers
+        of gptq add a bias of zeros where the model has none."""
+        belonging: set[str] = set()
+        for name, tensors in self._packed_of.items():
+            assert self._packed is not None
+            shapes = self._packed.shapes(*self._shapes[name])
+            for field, tensor in tensors.items():
+                stored = self._file_of[tensor].get_slice(tensor)
+                found, dtype = tuple(stored.get_shape()), stored.get_dtype()
+                if field in WORDS and dtype != "I32":
+                    raise BadCheckpoint(f"{directory}: {tensor} has the type {dtype}, not I32")
+                if found != shapes[field]:
+                    raise BadCheckpoint(
+                        f"{directory}: {tensor} is {found}, the configuration asks for {shapes[field]}"
+                    )
+            belonging |= set(tensors.values())
+            bias = f"{name.removesuffix('weight')}bias"
+            if (
+                bias in self._file_of
+                and bias not in self._shapes
+                and not self._file_of[bias].get_tensor(bias).any()
+            ):
+                belonging.add(bias)
+        return belonging
+
+    def _check(self, directory: Path, tied: bool) -> None:
+        expected = {name: shape for name, shape in self._shapes.items() if name not in self._packed_of}
         ignored = {name for name in self._file_of if name.endswith("rotary_emb.inv_freq")}
         if tied:
             ignored.add("lm_head.weight")
-        ignored |= self._check_fp8(directory, expected)
+        ignored |= self._check_fp8(directory, expected) | self._check_packed(directory)
         missing = sorted(expected.keys() - self._file_of.keys())
         left_over = sorted(self._file_of.keys() - expected.keys() - ignored)
         if missing:

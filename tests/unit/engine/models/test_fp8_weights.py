@@ -112,13 +112,13 @@ def test_the_model_is_the_one_that_is_meant(tmp_path: Path, case: str, changes: 
 @pytest.mark.parametrize(
     ("quantization", "reason"),
     [
-        ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'"),
-        ({"quant_method": "gptq"}, "quant_method 'gptq'"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes'"),
+        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4'"),
         ({"load_in_8bit": True}, "quant_method None"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "format 'pack-quantized'"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "format"),
         (compressed("channel", num_bits=4), "not 8-bit floats"),
         (compressed("token"), "strategy 'token'"),
