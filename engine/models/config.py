@@ -175,7 +175,7 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
 
 def _size(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or value < 1:
+    if type(value) is not int or value < 1:
         raise UnsupportedModel(f"config.json: {key} must be a positive integer, not {value!r}")
     return value
 
@@ -198,10 +198,10 @@ def _parse_windows(
     window = None
     if family.window == "always" or (family.window != "never" and config.get("use_sliding_window", False)):
         window = config.get("sliding_window", DEFAULT_WINDOW)
+    if window is not None and (type(window) is not int or window < 1):
+        raise UnsupportedModel(f"config.json: sliding_window must be a positive integer, not {window!r}")
     if window is None or window >= context_len:
         return (None,) * num_layers
-    if not isinstance(window, int) or window < 1:
-        raise UnsupportedModel(f"config.json: sliding_window must be a positive integer, not {window!r}")
     if family.window != "flag":
         return (window,) * num_layers
     kinds = config.get("layer_types")
@@ -217,19 +217,22 @@ def _parse_windows(
 def _parse_experts(config: Mapping[str, Any], num_layers: int) -> ExpertsSpec | None:
     """None if no layer has experts. transformers 5 writes num_experts as num_local_experts."""
     key = "num_local_experts" if "num_local_experts" in config else "num_experts"
-    if config.get(key) == 0:
+    if type(config.get(key)) is int and config[key] == 0:
         return None
     num_experts, top_k = _size(config, key), _size(config, "num_experts_per_tok")
     if top_k > num_experts:
         raise UnsupportedModel(f"config.json: num_experts_per_tok {top_k} of {num_experts} experts")
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    if not isinstance(step, int) or step < 1:
-        raise UnsupportedModel(f"config.json: decoder_sparse_step must be a positive integer, not {step!r}")
+    step = _size(config, "decoder_sparse_step") if "decoder_sparse_step" in config else 1
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise UnsupportedModel(f"config.json: mlp_only_layers must be a list of integers, not {dense!r}")
+    norm_topk = config.get("norm_topk_prob", False)
+    if not isinstance(norm_topk, bool):
+        raise UnsupportedModel(f"config.json: norm_topk_prob must be true or false, not {norm_topk!r}")
     layers = frozenset(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
     if not layers:
         return None
-    inner, norm_topk = _size(config, "moe_intermediate_size"), bool(config.get("norm_topk_prob", False))
-    return ExpertsSpec(layers, num_experts, top_k, inner, norm_topk)
+    return ExpertsSpec(layers, num_experts, top_k, _size(config, "moe_intermediate_size"), norm_topk)
 
 
 def _parse_rope(config: Mapping[str, Any], context_len: int) -> RopeSpec:

@@ -25,7 +25,7 @@ from engine.kernels.choose import triton_build, triton_trouble
 from engine.models.config import ModelSpec, parse_spec, read_config, read_json
 from engine.models.decoder import Decoder
 from engine.models.device_linear import FixedLinears, Linears, choose_linears
-from engine.models.errors import UnsupportedModel
+from engine.models.errors import BadCheckpoint, UnsupportedModel
 from engine.models.fingerprint import checkpoint_fingerprint, dummy_fingerprint
 from engine.models.fp8_matrix import Fp8Linears
 from engine.models.hub import find_model
@@ -48,12 +48,12 @@ LinearsFor = Callable[[torch.device, torch.dtype, torch.dtype], Linears]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`layout` and `dtype` say what KV the model keeps; `dtype` is also that of activations. A `native` model's passes
-    never need the host, so CUDA graphs of them can be captured. `about` says what its products run on, and why,
-    where there was a choice. `fingerprint` is that of configuration and weights of the whole model; `weights_dtype`
-    is how they are held here, but for matrices that stay in fp8 (`keeps_fp8`). `sinks` is the most heads with
-    attention sinks of a layer, `group` how many query heads of a native model share a key head. If the model was
-    loaded to be `deterministic`, that is the build of the kernels whose order of sums it has."""
+    """`layout` and `dtype` say what KV the model keeps; `dtype` is also that of activations. On a GPU a `native`
+    model's passes never need the host, so CUDA graphs of them can be captured. `about` says what its products run on,
+    and why, where there was a choice. `fingerprint` is that of configuration and weights of the whole model;
+    `weights_dtype` is how they are held here, but for matrices that stay in fp8 (`keeps_fp8`). `sinks` is the most
+    heads with attention sinks of a layer, `group` how many query heads of a native model share a key head. If the model
+    was loaded to be `deterministic`, that is the build of the kernels whose order of sums it has."""
 
     model: CausalModel
     layout: KVLayout
@@ -213,8 +213,8 @@ def _load_bridged(
     dtype = resolve_dtype(settings.dtype, device, CHECKPOINT_DTYPES.get(name, torch.bfloat16))
     try:
         bridged = load_bridge(directory, settings, device, dtype)
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{error} (and not native: {refusal})") from error
+    except (UnsupportedModel, BadCheckpoint) as error:
+        raise type(error)(f"{error} (and not native: {refusal})") from error
     return LoadedModel(
         model=bridged.model,
         layout=bridged.layout,

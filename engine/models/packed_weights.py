@@ -38,6 +38,9 @@ FIELDS: Mapping[PackedMethod, tuple[frozenset[str], frozenset[str]]] = {
 }
 """The tensors that stand for a matrix `weight`: those that each has, and those that some have."""
 
+ORDER: Mapping[PackedMethod, str] = {"gptq": "g_idx", "compressed-tensors": "weight_g_idx"}
+"""The tensor with the group of each input, where groups are not one after another."""
+
 WORDS = frozenset({"qweight", "qzeros", "weight_packed", "weight_zero_point"})
 """Those of words, int32."""
 
@@ -45,20 +48,23 @@ WORDS = frozenset({"qweight", "qzeros", "weight_packed", "weight_zero_point"})
 @dataclass(frozen=True, slots=True)
 class PackedFormat:
     """`group` inputs share a zero and a scale, all of them if it is None. `zeros_are_less_one`: zeros are stored one
-    too small (AutoGPTQ's first format). Without `has_zeros` the zero is half the range."""
+    too small (AutoGPTQ's first format). Without `has_zeros` the zero is half the range, whatever is stored: packers of
+    symmetric gptq did not agree on that. `ordered`: each matrix says which group an input belongs to."""
 
     method: PackedMethod
     bits: int
     group: int | None
     zeros_are_less_one: bool = False
     has_zeros: bool = True
+    ordered: bool = False
 
     @property
     def needed(self) -> frozenset[str]:
         """The tensors that every matrix has."""
         needed, _ = FIELDS[self.method]
-        own_zeros = self.method == "compressed-tensors" and self.has_zeros
-        return needed | {"weight_zero_point"} if own_zeros else needed
+        if self.method == "compressed-tensors" and self.has_zeros:
+            needed |= {"weight_zero_point"}
+        return needed | {ORDER[self.method]} if self.ordered else needed
 
     @property
     def fields(self) -> frozenset[str]:
@@ -101,24 +107,31 @@ class PackedFormat:
         else:
             values_OI, zeros_OG = self._words(stored)
             scales_OG, order_I = stored["scales"].t(), stored.get("g_idx")
+        if zeros_OG is None:
+            zeros_OG = torch.full_like(scales_OG, 2 ** (self.bits - 1))
         groups_I = self._groups(order_I, inputs, scales_OG)
         return (values_OI.float() - zeros_OG.float()[:, groups_I]) * scales_OG.float()[:, groups_I]
 
-    def _compressed(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
-        """Values [O, I] and zeros [O, G]."""
+    def _compressed(
+        self, stored: Mapping[str, Tensor], outputs: int, inputs: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Values [O, I], and zeros [O, G] if there are any."""
         values_OI = unpacked(stored["weight_packed"], self.bits)[:, :inputs]
         if not self.has_zeros:
-            return values_OI, torch.full_like(stored["weight_scale"], 2 ** (self.bits - 1))
+            return values_OI, None
         return values_OI, unpacked(stored["weight_zero_point"].t(), self.bits).t()[:outputs]
 
-    def _words(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _words(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """The same of gptq, which packs inputs, and awq, which packs outputs. Both pack the zeros of outputs."""
         qweight, qzeros = stored["qweight"], stored["qzeros"]
         if self.method == "awq":
             return in_order(unpacked(qweight, self.bits).t()), in_order(unpacked(qzeros, self.bits).t())
+        values_OI = unpacked(qweight.t(), self.bits)
+        if not self.has_zeros:
+            return values_OI, None
         if self.zeros_are_less_one:
             qzeros = qzeros + every_one(self.bits)
-        return unpacked(qweight.t(), self.bits), unpacked(qzeros, self.bits).t()
+        return values_OI, unpacked(qzeros, self.bits).t()
 
     def _groups(self, order_I: Tensor | None, inputs: int, scales_OG: Tensor) -> Tensor:
         """Each input's group. llm-compressor writes an order of -1 where there is none."""
@@ -169,7 +182,14 @@ def _gptq(found: Mapping[str, Any]) -> PackedFormat:
         raise UnsupportedModel(f"quantization_config: checkpoint_format {kind!r} of gptq is not implemented")
     if found.get("dynamic"):
         raise UnsupportedModel("quantization_config: dynamic, other bits for some layers, is not implemented")
-    return PackedFormat("gptq", _bits(found, "bits"), _group(found, "group_size"), kind == "gptq")
+    return PackedFormat(
+        "gptq",
+        _bits(found, "bits"),
+        _group(found, "group_size"),
+        zeros_are_less_one=kind == "gptq",
+        has_zeros=not found.get("sym", False),
+        ordered=bool(found.get("desc_act", False)),
+    )
 
 
 def _awq(found: Mapping[str, Any]) -> PackedFormat:
@@ -183,6 +203,8 @@ def _awq(found: Mapping[str, Any]) -> PackedFormat:
 
 
 def _compressed(found: Mapping[str, Any]) -> PackedFormat:
+    if found.get("transform_config"):
+        raise UnsupportedModel("quantization_config: transform_config is not implemented")
     groups = found.get("config_groups")
     formats = set()
     for name, group in (groups if isinstance(groups, dict) else {}).items():
@@ -193,8 +215,15 @@ def _compressed(found: Mapping[str, Any]) -> PackedFormat:
         if strategy not in ("group", "channel"):
             raise UnsupportedModel(f"quantization_config: strategy {strategy!r} of {name} is not implemented")
         size = _group(weights, "group_size") if strategy == "group" else None
-        has_zeros = not weights.get("symmetric", True)
-        formats.add(PackedFormat("compressed-tensors", _bits(weights, "num_bits"), size, has_zeros=has_zeros))
+        formats.add(
+            PackedFormat(
+                "compressed-tensors",
+                _bits(weights, "num_bits"),
+                size,
+                has_zeros=not weights.get("symmetric", True),
+                ordered=weights.get("actorder") in ("group", True),
+            )
+        )
     if len(formats) != 1:
         raise UnsupportedModel("quantization_config: config_groups must be of one kind, with integers packed")
     return formats.pop()

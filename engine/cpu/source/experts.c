@@ -1,4 +1,4 @@
-/* A layer's experts. Rows are put in the order of their experts, so that each expert's weights are read once. */
+/* A layer's experts. Rows are put in the order of their experts, so that all rows of an expert are multiplied together. */
 
 #include "vectors.h"
 

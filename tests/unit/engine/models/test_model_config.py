@@ -99,6 +99,13 @@ def test_every_layer_of_experts_has_the_window() -> None:
         ({"num_experts": None}, "num_experts must be"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size must be"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step must be"),
+        ({"decoder_sparse_step": True}, "decoder_sparse_step must be"),
+        ({"num_experts": False}, "num_experts must be"),
+        ({"mlp_only_layers": 5}, "mlp_only_layers must be"),
+        ({"mlp_only_layers": ["0"]}, "mlp_only_layers must be"),
+        ({"norm_topk_prob": "false"}, "norm_topk_prob must be"),
+        ({"use_sliding_window": True, "sliding_window": "x"}, "sliding_window must be"),
+        ({"use_sliding_window": True, "sliding_window": True}, "sliding_window must be"),
     ],
 )
 def test_refused_experts_name_the_field(changes: dict[str, Any], message: str) -> None:

@@ -138,6 +138,10 @@ class Case:
 
 CASES = {
     "gptq": Case(GPTQ, lambda matrix: as_gptq(matrix, 4, 1)),
+    "gptq, symmetric": Case(GPTQ | {"sym": True}, lambda matrix: as_gptq(matrix, 4, 1), symmetric=True),
+    "gptq, symmetric, with zeros of version 2": Case(
+        GPTQ | {"sym": True}, lambda matrix: as_gptq(matrix, 4, 0), symmetric=True
+    ),
     "gptq of version 2": Case(GPTQ | {"checkpoint_format": "gptq_v2"}, lambda matrix: as_gptq(matrix, 4, 0)),
     "gptq of 8 bits, in its own order": Case(
         GPTQ | {"bits": 8, "desc_act": True}, lambda matrix: as_gptq(matrix, 8, 1), 8, shuffled=True
@@ -261,12 +265,36 @@ def test_damaged_tensors_are_named(tmp_path: Path, field: str, replaced: Tensor 
         (compressed(type="float"), "are not integers"),
         (compressed(strategy="tensor"), "strategy 'tensor'"),
         (compressed() | {"config_groups": {}}, "config_groups"),
+        (compressed() | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
     ],
     ids=str,
 )
 def test_other_formats_are_refused_by_name(quantization: Any, reason: str) -> None:
     with pytest.raises(UnsupportedModel, match=reason):
         parse_spec({**CONFIG, "quantization_config": quantization})
+
+
+def test_an_order_that_is_asked_for_and_is_not_there(tmp_path: Path) -> None:
+    """In the order of inputs such a matrix would be another, without a word."""
+    case = CASES["gptq of 8 bits, in its own order"]
+    case.write(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {name: each for name, each in stored.items() if "g_idx" not in name}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(BadCheckpoint, match="missing weights"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "quantization", [GPTQ | {"bits": 3}, AWQ | {"version": "gemv"}, compressed(num_bits=3)], ids=str
+)
+def test_the_reason_reaches_who_starts_a_replica(tmp_path: Path, quantization: dict[str, Any]) -> None:
+    """transformers' bridge fails for a reason of its own: a package that is not installed."""
+    write_config(tmp_path, model_type="llama", quantization_config=quantization)
+    save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "model.safetensors")
+    with pytest.raises((UnsupportedModel, BadCheckpoint), match="and not native: quantization_config"):
+        load(tmp_path)
 
 
 def test_a_matrix_that_does_not_fill_its_words(tmp_path: Path) -> None:
