@@ -173,7 +173,9 @@ def prefill(args: argparse.Namespace, threads: int) -> dict[str, Any]:
     )
     runner = make_runner(settings)
     spec = SampleSpec(SamplingParams(temperature=0.0))
-    item = BatchItem("p", [5] * 512, 0, np.arange(32, dtype=np.int32), True, spec)
+    # Tokens that differ, so that experts, if there are any, differ too.
+    prompt = np.random.default_rng(1).integers(3, runner.facts.vocab_size, 512).tolist()
+    item = BatchItem("p", prompt, 0, np.arange(32, dtype=np.int32), True, spec)
     spread = time_calls(lambda: runner.execute(ScheduledBatch([item])), 10)
     return {"threads": threads, "tokens": 512, **as_json(spread), "tokens_per_s": 512 / spread.median_s}
 
