@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from meant_weights import check_each_weight, check_model
 from safetensors.torch import save_file
-from test_loader import CONFIG, EXPERTS, load, run_logits, weights, write_config
+from test_loader import CONFIG, EXPERTS, load, weights, write_config
 from torch import Tensor
 
-from engine.models.config import parse_spec, read_config
+from engine.models.config import parse_spec
 from engine.models.errors import BadCheckpoint, UnsupportedModel
-from engine.models.shares import Shares
-from engine.models.weights import CheckpointWeights
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 BLOCK = (16, 24)
@@ -84,29 +83,13 @@ def write_fp8(
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("case", FORMATS)
 def test_each_number_is_multiplied_by_its_scale(tmp_path: Path, case: str, ranks: int) -> None:
-    meant = write_fp8(tmp_path, *FORMATS[case])
-    spec, cpu = parse_spec(read_config(tmp_path)), torch.device("cpu")
-    for rank in range(ranks):
-        shares = Shares(spec, rank, ranks)
-        source = CheckpointWeights(tmp_path, spec, torch.float32, cpu, shares)
-        for name, expected in meant.items():
-            part = shares.part(name)
-            assert torch.equal(source.take(name), expected if part is None else part.of(expected)), name
-        source.close()
+    check_each_weight(tmp_path, write_fp8(tmp_path, *FORMATS[case]), ranks)
 
 
 @pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("case", FORMATS)
 def test_the_model_is_the_one_that_is_meant(tmp_path: Path, case: str, changes: dict[str, Any]) -> None:
-    (plain := tmp_path / "plain").mkdir()
-    (fp8 := tmp_path / "fp8").mkdir()
-    meant = write_fp8(fp8, *FORMATS[case], **changes)
-    write_config(plain, **changes)
-    save_file(meant, plain / "model.safetensors")
-    expected, found = load(plain, dtype="float32"), load(fp8, dtype="float32")
-    assert found.native
-    assert torch.equal(run_logits(found), run_logits(expected))
-    assert found.fingerprint != expected.fingerprint, "their files differ, so may their KV"
+    check_model(tmp_path, write_fp8(tmp_path, *FORMATS[case], **changes), changes)
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from meant_weights import check_each_weight, check_model
 from safetensors.torch import load_file, save_file
-from test_loader import CONFIG, EXPERTS, load, run_logits, weights, write_config
+from test_loader import CONFIG, EXPERTS, load, weights, write_config
 from torch import Tensor
 
 from engine.models.config import parse_spec, read_config
 from engine.models.errors import BadCheckpoint, UnsupportedModel
 from engine.models.packed_weights import in_order, unpacked
-from engine.models.shares import Shares
 from engine.models.weights import CheckpointWeights
 
 GROUP = 8
@@ -169,30 +169,13 @@ CASES = {
 def test_each_weight_is_its_integer_less_the_zero_times_the_scale(
     tmp_path: Path, case: str, ranks: int
 ) -> None:
-    meant = CASES[case].write(tmp_path)
-    spec, cpu = parse_spec(read_config(tmp_path)), torch.device("cpu")
-    for rank in range(ranks):
-        shares = Shares(spec, rank, ranks)
-        source = CheckpointWeights(tmp_path, spec, torch.float32, cpu, shares)
-        for name, expected in meant.items():
-            part = shares.part(name)
-            assert torch.equal(source.take(name), expected if part is None else part.of(expected)), name
-            assert source.take_fp8(name) is None
-        source.close()
+    check_each_weight(tmp_path, CASES[case].write(tmp_path), ranks)
 
 
 @pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("case", ["gptq", "awq", "compressed"])
 def test_the_model_is_the_one_that_is_meant(tmp_path: Path, case: str, changes: dict[str, Any]) -> None:
-    (plain := tmp_path / "plain").mkdir()
-    (packed := tmp_path / "packed").mkdir()
-    meant = CASES[case].write(packed, **changes)
-    write_config(plain, **changes)
-    save_file(meant, plain / "model.safetensors")
-    expected, found = load(plain, dtype="float32"), load(packed, dtype="float32")
-    assert found.native
-    assert torch.equal(run_logits(found), run_logits(expected))
-    assert found.fingerprint != expected.fingerprint, "their files differ, so may their KV"
+    check_model(tmp_path, CASES[case].write(tmp_path, **changes), changes)
 
 
 def test_the_order_of_integers_in_a_word() -> None:
@@ -214,6 +197,7 @@ def test_gptq_s_zero_of_nothing_borrows_from_the_next(tmp_path: Path) -> None:
     source = CheckpointWeights(tmp_path, parse_spec(read_config(tmp_path)), torch.float32)
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(source.take(name), meant[name])
+    assert source.take_fp8(name) is None
     source.close()
 
 
