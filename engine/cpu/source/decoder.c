@@ -4,13 +4,13 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "memory.h"
 #include "product.h"
 #include "team.h"
 
 #include <stdlib.h>
 
 #define API __attribute__((visibility("default")))
-#define CACHE_LINE 64
 
 /* Different windows of a model's layers: their items are cut once a step. */
 #define MOST_WINDOWS 8
@@ -52,13 +52,6 @@ static int reserve(Memory *memory, size_t bytes) {
     memory->at = aligned_alloc(CACHE_LINE, bytes);
     memory->bytes = memory->at == NULL ? 0 : bytes;
     return memory->at != NULL;
-}
-
-/* Gives out `floats` of memory, whole cache lines of it. With a memory of NULL `at` only counts. */
-static float *take(char *base, size_t *used, size_t floats) {
-    float *at = base == NULL ? NULL : (float *)(base + *used);
-    *used += (floats * sizeof(float) + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
-    return at;
 }
 
 /* x / sqrt(mean(x^2) + eps) * weights, which may be where x is. */

@@ -3,8 +3,7 @@
 #include "vectors.h"
 
 #include "experts.h"
-
-#define CACHE_LINE 64
+#include "memory.h"
 
 /* Rows of experts, top_k for each row of x, that are in memory at a time. */
 #define MOST_AT_A_TIME 8192
@@ -24,12 +23,6 @@ static int rows_at_a_time(const Experts *experts, int rows) {
     int most = MOST_AT_A_TIME / experts->top_k;
     most = most < 1 ? 1 : most;
     return rows < most ? rows : most;
-}
-
-static void *take(char *base, size_t *used, size_t count) {
-    void *at = base == NULL ? NULL : base + *used;
-    *used += (count * sizeof(float) + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
-    return at;
 }
 
 static size_t lay_out(const Experts *experts, int rows, int width, char *base, Room *room) {
