@@ -110,17 +110,10 @@ class CheckpointWeights:
         self._check(directory, spec.tied_embeddings)
 
     def take(self, name: str) -> Tensor:
-        part = self._shares.part(name)
-        if name in self._packed_of:
-            wide = self._unpack(name)
+        part, wide = self._shares.part(name), self._multiplied(name)
+        if wide is not None:
             return (wide if part is None else part.of(wide)).to(self._dtype).contiguous()
         file = self._file_of[name]
-        scale_name = self._scale_of(name)
-        if scale_name is not None:
-            assert self._fp8 is not None
-            scale = self._file_of[scale_name].get_tensor(scale_name)
-            wide = self._fp8.multiplied(file.get_tensor(name), scale)
-            return (wide if part is None else part.of(wide)).to(self._dtype).contiguous()
         if part is None:
             whole: Tensor = file.get_tensor(name)
             return whole.to(self._dtype)
@@ -151,23 +144,29 @@ class CheckpointWeights:
         """The tensors, by their field, of each matrix that is stored as packed integers."""
         if self._packed is None:
             return {}
-        found = {
-            name: {
-                field: tensor for field in self._packed.fields if (tensor := stem + field) in self._file_of
-            }
-            for name in self._shapes
-            if name.endswith(".weight") and name not in self._file_of
-            for stem in (name.removesuffix("weight"),)
-        }
-        return {name: tensors for name, tensors in found.items() if tensors.keys() >= self._packed.needed}
+        found = {}
+        for name in self._shapes.keys() - self._file_of.keys():
+            beside = {field: name.removesuffix("weight") + field for field in self._packed.fields}
+            tensors = {field: tensor for field, tensor in beside.items() if tensor in self._file_of}
+            if tensors.keys() >= self._packed.needed:
+                found[name] = tensors
+        return found
 
-    def _unpack(self, name: str) -> Tensor:
-        assert self._packed is not None
-        tensors = {
-            field: self._file_of[each].get_tensor(each) for field, each in self._packed_of[name].items()
-        }
-        outputs, inputs = self._shapes[name]
-        return self._packed.multiplied(tensors, outputs, inputs)
+    def _multiplied(self, name: str) -> Tensor | None:
+        """The whole matrix in float32, if it is stored in fp8 or packed integers."""
+        if name in self._packed_of:
+            assert self._packed is not None
+            tensors = {
+                field: self._file_of[each].get_tensor(each) for field, each in self._packed_of[name].items()
+            }
+            outputs, inputs = self._shapes[name]
+            return self._packed.multiplied(tensors, outputs, inputs)
+        scale_name = self._scale_of(name)
+        if scale_name is None:
+            return None
+        assert self._fp8 is not None
+        scale = self._file_of[scale_name].get_tensor(scale_name)
+        return self._fp8.multiplied(self._file_of[name].get_tensor(name), scale)
 
     def _check_packed(self, directory: Path) -> set[str]:
         """Checks the shapes of packed integers, and returns the names of all tensors that belong to them. Some packers
