@@ -11,7 +11,7 @@
 # MONITOR_ARGS=... options of configs/monitoring/monitor.py: where Kedge is, other ports
 # PYTHON=python3.x another interpreter (3.11 or newer)
 # PIP_ARGS=...     more arguments to pip, e.g. an index with CPU builds of torch, which are used if pip finds them
-# JOBS=2           processes that share the tests; tests that start a cluster run one by one
+# JOBS=3           processes that share the tests; tests that start a cluster run one by one
 # TEST_ARGS=...    arguments of pytest, to run only the tests that they name
 # MARKS=slow       of the tests without a cluster, only those with this mark; "not slow" for all others
 
@@ -21,7 +21,7 @@ PROXY ?=
 SERVE_ARGS ?=
 MONITOR_ARGS ?=
 PIP_ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 TEST_ARGS ?=
 MARKS ?=
 

@@ -1,5 +1,5 @@
-"""The builds of the compiled kernels that run on this machine. Tests cover all of them, not only the one that the
-engine would choose."""
+"""The builds of the compiled kernels that run on this machine. Tests cover all of them. At every change, they cover the
+one that the engine would choose."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from engine.cpu.library import VARIANTS, Kernels, NoKernels, find_kernels
 FOUND = {variant: find_kernels(variants=(variant,)) for variant in VARIANTS}
 RUNNING = [variant for variant, found in FOUND.items() if isinstance(found, Kernels)]
 
-every_build = pytest.mark.parametrize("variant", RUNNING or ["none"])
+every_build = pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(variant, marks=[pytest.mark.slow] * (number > 0))
+        for number, variant in enumerate(RUNNING or ["none"])
+    ],
+)
 
 
 def kernels_of(variant: str) -> Kernels:
