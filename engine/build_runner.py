@@ -240,8 +240,8 @@ def kv_identity(loaded: LoadedModel, pool: KVPool, draft: LoadedModel | None) ->
         if draft is None
         else [draft.fingerprint, dtype_name(draft.dtype), asdict(draft.layout)],
     }
-    if loaded.keeps_fp8 or (draft is not None and draft.keeps_fp8):
-        kept["fp8_matrices"] = [loaded.keeps_fp8, draft is not None and draft.keeps_fp8]
+    if loaded.keeps_quantized or (draft is not None and draft.keeps_quantized):
+        kept["quantized_matrices"] = [loaded.keeps_quantized, draft is not None and draft.keeps_quantized]
     return KVIdentity(weights=loaded.fingerprint, kv_format=json.dumps(kept, sort_keys=True))
 
 

@@ -24,7 +24,8 @@ class ModelSettings:
 
     `path` is a local Hugging Face directory or a hub id; `revision` is a commit, tag or branch on the hub. `dtype` auto
     is float32 on a CPU and the checkpoint's own on a GPU. `load_format` dummy makes seeded random weights for the
-    directory's config.json. `keep_fp8`: matrices that the checkpoint has in fp8 stay so in a GPU's memory.
+    directory's config.json. `keep_fp8`: matrices that the checkpoint has in fp8 stay so in a GPU's memory; in
+    a CPU's they do anyway.
     """
 
     path: str

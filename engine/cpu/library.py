@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 VARIANTS = ("amx", "avx512bf16", "avx512", "avx2", "neon")
 """The best first. The names are those of setup.py."""
 
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, FLOAT8 = range(6)
 """Formats of weights, as in product.h."""
 
 LARGEST_HEAD = 512
@@ -37,6 +37,7 @@ class MatrixC(Structure):
         ("inputs", c_int32),
         ("paired", c_int32),
         ("rounds", c_int32),
+        ("group", c_int32),
     )
 
 
@@ -151,9 +152,10 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "kedge_team_free": (None, (c_void_p,)),
     "kedge_packed_bytes": (c_size_t, (MATRIX,)),
     "kedge_pack": (None, (MATRIX, c_void_p, c_void_p)),
+    "kedge_pack_quantized": (None, (MATRIX, c_void_p, c_void_p, c_void_p, c_void_p)),
     "kedge_pack_bias": (None, (MATRIX, c_void_p, c_void_p)),
     "kedge_product_width": (c_int, (MATRIX,)),
-    "kedge_product_scratch": (c_size_t, (MATRIX, c_int)),
+    "kedge_product_scratch": (c_size_t, (MATRIX, c_int, c_void_p)),
     "kedge_product": (
         None,
         (c_void_p, MATRIX, c_int, c_void_p, c_int, c_void_p, c_int, c_int, c_void_p),

@@ -4,21 +4,27 @@ A checkpoint's weights are stored in 16 bits where that loses nothing: decode re
 bytes take less time. Arithmetic is float32 all the same. If the model is held in bfloat16 (`rounds`), many rows are
 rounded to bfloat16 where the CPU multiplies that faster.
 
-Legend: N rows of input, I input features, O output features.
+What is stored in fp8 or in integers of 4 or 8 bits stays so. Its weights become floats in registers, by the product and
+the order of sums that a matrix would have which was multiplied out in float32: results are the same, bit for bit. With
+many rows a thread does this for a few outputs at a time, in its cache.
+
+Legend: N rows of input, I input features, O output features, B blocks of inputs that share a scale.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+from collections import Counter
 from collections.abc import Mapping
 from ctypes import byref
 
 import torch
 from torch import Tensor
 
-from engine.cpu.library import BFLOAT16, FLOAT16, FLOAT32, MatrixC, Workers
+from engine.cpu.library import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT4, INT8, MatrixC, Workers
 from engine.models.linear import Linear
+from engine.models.quantized_matrix import QuantizedMatrix
 
 ALIGNMENT = 64
 HUGE_PAGE = 2**21
@@ -37,7 +43,7 @@ class PackedMatrix:
 
     def __init__(
         self,
-        weight_OI: Tensor,
+        weight_OI: Tensor | QuantizedMatrix,
         bias_O: Tensor | None,
         workers: Workers,
         memory: WeightMemory,
@@ -45,18 +51,25 @@ class PackedMatrix:
         rounds: bool,
         paired: bool = False,
     ) -> None:
-        weight_OI = narrowed(weight_OI).contiguous()
-        outputs, inputs = weight_OI.shape
+        kept = weight_OI if isinstance(weight_OI, QuantizedMatrix) else None
+        values_OI = narrowed(weight_OI) if isinstance(weight_OI, Tensor) else weight_OI.values_OI
+        outputs, inputs = values_OI.shape
         self._workers = workers
         self._c = workers.kernels.c
         self._outputs = outputs // 2 if paired else outputs
         self._inputs = inputs
         self._how = SILU_MUL if paired else STORE
-        self.matrix = MatrixC(None, None, FORMATS[weight_OI.dtype], outputs, inputs, paired, rounds)
+        stored_as = FORMATS[values_OI.dtype] if kept is None else quantized_format(kept)
+        group = 0 if kept is None else min(kept.columns, inputs)
+        self.matrix = MatrixC(None, None, stored_as, outputs, inputs, paired, rounds, group)
         self.width = int(self._c.kedge_product_width(byref(self.matrix)))
         """Floats of a row of results, padding included."""
         self._packed = memory.take(self._c.kedge_packed_bytes(byref(self.matrix)))
-        self._c.kedge_pack(byref(self.matrix), weight_OI.data_ptr(), self._packed.data_ptr())
+        if kept is None:
+            values_OI = values_OI.contiguous()
+            self._c.kedge_pack(byref(self.matrix), values_OI.data_ptr(), self._packed.data_ptr())
+        else:
+            self._pack_quantized(kept)
         self.matrix.packed = self._packed.data_ptr()
         self._bias = None if bias_O is None else self._pack_bias(bias_O)
 
@@ -65,12 +78,21 @@ class PackedMatrix:
         x_NI = x_NI.contiguous()
         rows = x_NI.shape[0]
         y_NO = torch.empty(rows, self.width)
-        scratch = aligned_bytes(self._c.kedge_product_scratch(byref(self.matrix), rows))
+        scratch = aligned_bytes(self._c.kedge_product_scratch(byref(self.matrix), rows, self._workers.team))
         self._c.kedge_product(
             self._workers.team, byref(self.matrix), rows, x_NI.data_ptr(), self._inputs, y_NO.data_ptr(), self.width,
             self._how, scratch.data_ptr(),
         )  # fmt: skip
         return y_NO if self.width == self._outputs else y_NO[:, : self._outputs].contiguous()
+
+    def _pack_quantized(self, kept: QuantizedMatrix) -> None:
+        values_OI, scales_OB = kept.values_OI.view(torch.uint8).contiguous(), kept.scales_OB.contiguous()
+        zeros_OB = torch.zeros_like(scales_OB, dtype=torch.uint8) if kept.zeros_OB is None else kept.zeros_OB
+        assert scales_OB.shape[1] == -(-self._inputs // self.matrix.group)
+        self._c.kedge_pack_quantized(
+            byref(self.matrix), values_OI.data_ptr(), scales_OB.data_ptr(), zeros_OB.contiguous().data_ptr(),
+            self._packed.data_ptr(),
+        )  # fmt: skip
 
     def _pack_bias(self, bias_O: Tensor) -> Tensor:
         packed = torch.empty(2 * self.width if self.matrix.paired else self.width)
@@ -87,15 +109,42 @@ class PackedLinears:
         self.workers = workers
         self._memory = WeightMemory()
         self._rounds = rounds
+        self._kept: Counter[str] = Counter()
 
-    def __call__(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    def __call__(self, weight_OI: Tensor | QuantizedMatrix, bias_O: Tensor | None) -> Linear:
+        self._count(weight_OI)
         return PackedMatrix(weight_OI, bias_O, self.workers, self._memory, rounds=self._rounds)
 
-    def gated(self, gate_up_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    def keeps(self, matrix: QuantizedMatrix) -> bool:
+        """The kernels take two inputs at a time, and do not know the NaN of fp8."""
+        inputs = matrix.values_OI.shape[1]
+        return (
+            inputs % 2 == 0
+            and min(matrix.columns, inputs) % 2 == 0
+            and not (matrix.is_fp8 and bool(matrix.values_OI.isnan().any()))
+        )
+
+    def gated(self, gate_up_OI: Tensor | QuantizedMatrix, bias_O: Tensor | None) -> Linear:
+        self._count(gate_up_OI)
         return PackedMatrix(gate_up_OI, bias_O, self.workers, self._memory, rounds=self._rounds, paired=True)
 
     def describe(self) -> Mapping[str, str]:
-        return {"linear": "cpu", "linear_reason": f"compiled for {self.workers.kernels.variant}"}
+        about = {"linear": "cpu", "linear_reason": f"compiled for {self.workers.kernels.variant}"}
+        if self._kept:
+            about["quantized"] = ", ".join(
+                f"{count} matrices of {kind}" for kind, count in self._kept.items()
+            )
+        return about
+
+    def _count(self, weight_OI: Tensor | QuantizedMatrix) -> None:
+        if isinstance(weight_OI, QuantizedMatrix):
+            self._kept["fp8" if weight_OI.is_fp8 else f"int{weight_OI.bits}"] += 1
+
+
+def quantized_format(matrix: QuantizedMatrix) -> int:
+    if matrix.is_fp8:
+        return FLOAT8
+    return INT4 if matrix.bits == 4 else INT8
 
 
 def narrowed(weight_OI: Tensor) -> Tensor:

@@ -84,6 +84,10 @@ class ModelSpec:
         return self.experts if self.experts is not None and layer in self.experts.layers else None
 
     @property
+    def is_quantized(self) -> bool:
+        return self.fp8 is not None or self.packed is not None
+
+    @property
     def kv_layout(self) -> KVLayout:
         return KVLayout(self.num_kv_heads, self.head_dim, self.windows)
 

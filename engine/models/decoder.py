@@ -15,11 +15,17 @@ from torch.nn import functional as F
 
 from engine.attention.interface import AttentionStep, LayerTraits, OpenStep
 from engine.models.config import ExpertsSpec, ModelSpec
-from engine.models.fp8_matrix import Fp8Linears, Fp8Matrix, Fp8Source, stack_fp8
 from engine.models.layers import RotaryTable, interleave_rotary
 from engine.models.linear import ActivatedLinear, GatedLinears, Linear, LinearFactory
 from engine.models.mlp import Experts, GatedMlp
 from engine.models.ops import DecoderOps, WritingRotation
+from engine.models.quantized_matrix import (
+    QuantizedGatedLinears,
+    QuantizedLinears,
+    QuantizedMatrix,
+    QuantizedSource,
+    stack_quantized,
+)
 from engine.models.shares import vocabulary_share
 from engine.models.weights import WeightSource
 from engine.parallel.ranks import RankGroup
@@ -195,6 +201,8 @@ class LayerWeights:
         if not isinstance(self._make_linear, GatedLinears):
             return ActivatedLinear(self._fused(names, has_bias, none), ops.silu_mul)
         bias_O = self._stack(names, "bias", none) if has_bias else None
+        if isinstance(self._make_linear, QuantizedGatedLinears):
+            return self._make_linear.gated(self._weights(self._make_linear, names, none), bias_O)
         return self._make_linear.gated(self._stack(names, "weight", none), bias_O)
 
     def qk_norm(self) -> Tensor:
@@ -206,27 +214,32 @@ class LayerWeights:
 
     def _fused(self, names: list[str], has_bias: bool, rotary: frozenset[str]) -> Linear:
         bias_O = self._stack(names, "bias", rotary) if has_bias else None
-        if isinstance(self._make_linear, Fp8Linears):
-            matrix = self._stack_fp8(names, rotary)
-            if matrix is not None:
-                return self._make_linear.fp8(matrix, bias_O)
-        weight_OI = self._stack(names, "weight", rotary)
-        return self._make_linear(weight_OI, bias_O)
+        if isinstance(self._make_linear, QuantizedLinears):
+            return self._make_linear(self._weights(self._make_linear, names, rotary), bias_O)
+        return self._make_linear(self._stack(names, "weight", rotary), bias_O)
 
-    def _stack_fp8(self, names: list[str], rotary: frozenset[str]) -> Fp8Matrix | None:
-        """None unless all of these are stored in fp8, in equal blocks of inputs."""
-        if not isinstance(self._source, Fp8Source):
+    def _weights(
+        self, linears: QuantizedLinears, names: list[str], rotary: frozenset[str]
+    ) -> Tensor | QuantizedMatrix:
+        """As they are stored if the products keep them so."""
+        matrix = self._stack_quantized(names, rotary)
+        if matrix is not None and linears.keeps(matrix):
+            return matrix.to(self._device)
+        return self._stack(names, "weight", rotary)
+
+    def _stack_quantized(self, names: list[str], rotary: frozenset[str]) -> QuantizedMatrix | None:
+        """None unless all of these are quantized, in one way and in equal blocks of inputs."""
+        if not isinstance(self._source, QuantizedSource):
             return None
         parts = []
         for name in names:
-            part = self._source.take_fp8(f"{self._prefix}{name}.weight")
+            part = self._source.take_quantized(f"{self._prefix}{name}.weight")
             if part is None:
                 return None
             if name in rotary:
                 part = part.rearranged(partial(interleave_rotary, head_dim=self._spec.head_dim))
             parts.append(part)
-        stacked = stack_fp8(parts)
-        return None if stacked is None else stacked.to(self._device)
+        return stack_quantized(parts)
 
     def _stack(self, names: list[str], kind: str, rotary: frozenset[str]) -> Tensor:
         parts = [self._source.take(f"{self._prefix}{name}.{kind}") for name in names]

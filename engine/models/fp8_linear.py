@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from engine.kernels.fp8_few_rows import ROW_TILES, SUMS_ROWS, multiply_fp8_sums, sums_fit
 from engine.kernels.fp8_rows import MOST_ROWS, TILES, fits, multiply_fp8, multiply_out
 from engine.models.device_linear import Linears
-from engine.models.fp8_matrix import Fp8Matrix
 from engine.models.linear import Linear
 from engine.models.measured_linear import TORCH, MeasuredLinears, Timer
+from engine.models.quantized_matrix import QuantizedMatrix
 
 FP8_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of rows that are timed; for more, matrices are multiplied out."""
@@ -29,7 +29,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, int, Tensor | None], Tensor]
 """Rows, values, scales, inputs of a scale and bias to products."""
 
 
-def kernels(matrix: Fp8Matrix) -> Iterator[tuple[str, int, Kernel]]:
+def kernels(matrix: QuantizedMatrix) -> Iterator[tuple[str, int, Kernel]]:
     """Those that can multiply with the matrix: name, most rows, and the function."""
     inputs, blocks = matrix.values_OI.shape[1], matrix.scales_OB.shape[1]
     if sums_fit(inputs, matrix.columns, blocks):
@@ -61,7 +61,7 @@ class Scratch:
 class ScratchLinear:
     """For any number of rows. Two such products must not run at a time."""
 
-    def __init__(self, matrix: Fp8Matrix, bias_O: Tensor | None, scratch: Scratch) -> None:
+    def __init__(self, matrix: QuantizedMatrix, bias_O: Tensor | None, scratch: Scratch) -> None:
         self._matrix = matrix
         self._bias_O = bias_O
         self._scratch = scratch
@@ -77,7 +77,7 @@ class ScratchLinear:
 class Fp8KernelLinear:
     """`kernel` is multiply_fp8 or multiply_fp8_sums, with its tiles."""
 
-    def __init__(self, matrix: Fp8Matrix, bias_O: Tensor | None, kernel: Kernel) -> None:
+    def __init__(self, matrix: QuantizedMatrix, bias_O: Tensor | None, kernel: Kernel) -> None:
         self._matrix = matrix
         self._bias_O = bias_O
         self._kernel = kernel
@@ -97,10 +97,15 @@ class KeepingLinears:
         self._measured: dict[int, MeasuredLinears] = {}
         """By the number of inputs that share a scale, 0 if each row has one scale: the kernels depend on it."""
 
-    def __call__(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    def __call__(self, weight_OI: Tensor | QuantizedMatrix, bias_O: Tensor | None) -> Linear:
+        if isinstance(weight_OI, QuantizedMatrix):
+            return self._fp8(weight_OI, bias_O)
         return self._plain(weight_OI, bias_O)
 
-    def fp8(self, matrix: Fp8Matrix, bias_O: Tensor | None) -> Linear:
+    def keeps(self, matrix: QuantizedMatrix) -> bool:
+        return matrix.is_fp8
+
+    def _fp8(self, matrix: QuantizedMatrix, bias_O: Tensor | None) -> Linear:
         ways: dict[str, Callable[[], Linear]] = {TORCH: partial(ScratchLinear, matrix, bias_O, self._scratch)}
         most_rows = {}
         for name, most, kernel in kernels(matrix):

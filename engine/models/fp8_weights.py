@@ -2,7 +2,8 @@
 
 A weight is its fp8 number times a scale, which it shares with its matrix, its row or a block of the matrix. This is
 multiplied out when the model is loaded, in float32, and rounded once to the dtype that the model is held in, unless
-matrices are kept in fp8 (`keep_fp8`, engine/models/fp8_linear.py). Activations stay as they are: that the checkpoint
+matrices are kept in fp8 (by `keep_fp8` on a GPU, engine/models/fp8_linear.py; by the compiled kernels of a CPU,
+engine/cpu/matrix.py). Activations stay as they are: that the checkpoint
 would have them quantised, too, is not followed, which is nearer to the model that was quantised. Multiplied out, a
 model takes as much memory as one that was stored in 16 bits.
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.models.errors import UnsupportedModel
-from engine.models.fp8_matrix import Fp8Matrix
+from engine.models.quantized_matrix import QuantizedMatrix
 
 STORED = "F8_E4M3"
 """What safetensors calls float8_e4m3fn."""
@@ -64,18 +65,18 @@ class Fp8Format:
         each_OI = scale.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
         return wide_OI * each_OI
 
-    def kept(self, weight_OI: Tensor, scale: Tensor) -> Fp8Matrix:
+    def kept(self, weight_OI: Tensor, scale: Tensor) -> QuantizedMatrix:
         """The same weights as `multiplied` makes, in fp8; each row has its own scales."""
         outputs, inputs = weight_OI.shape
         scale = scale.to(torch.float32)
         if scale.numel() == 1:
-            return Fp8Matrix(weight_OI, scale.reshape(1, 1).repeat(outputs, 1), inputs)
+            return QuantizedMatrix(weight_OI, scale.reshape(1, 1).repeat(outputs, 1), inputs)
         if scale.shape[1:].numel() == 1 and len(scale) == outputs:
-            return Fp8Matrix(weight_OI, scale.reshape(outputs, 1).contiguous(), inputs)
+            return QuantizedMatrix(weight_OI, scale.reshape(outputs, 1).contiguous(), inputs)
         assert self.block is not None
         rows, columns = self.block
         scales_OB = scale.repeat_interleave(rows, 0)[:outputs].contiguous()
-        return Fp8Matrix(weight_OI, scales_OB, columns if scales_OB.shape[1] > 1 else inputs)
+        return QuantizedMatrix(weight_OI, scales_OB, columns if scales_OB.shape[1] > 1 else inputs)
 
     def _blocks(self, outputs: int, inputs: int) -> tuple[int, int] | None:
         if self.block is None:

@@ -27,12 +27,12 @@ from engine.models.decoder import Decoder
 from engine.models.device_linear import FixedLinears, Linears, choose_linears
 from engine.models.errors import BadCheckpoint, UnsupportedModel
 from engine.models.fingerprint import checkpoint_fingerprint, dummy_fingerprint
-from engine.models.fp8_matrix import Fp8Linears
 from engine.models.hub import find_model
 from engine.models.linear import LinearFactory
 from engine.models.measured_linear import MeasuredGated
 from engine.models.ops import DecoderOps, TorchOps
 from engine.models.protocol import CausalModel
+from engine.models.quantized_matrix import QuantizedLinears
 from engine.models.shares import Shares
 from engine.models.weights import CHECKPOINT_DTYPES, CheckpointWeights, DummyWeights, weight_files
 from engine.parallel.ranks import OneRank, RankGroup
@@ -51,9 +51,10 @@ class LoadedModel:
     """`layout` and `dtype` say what KV the model keeps; `dtype` is also that of activations. On a GPU a `native`
     model's passes never need the host, so CUDA graphs of them can be captured. `about` says what its products run on,
     and why, where there was a choice. `fingerprint` is that of configuration and weights of the whole model;
-    `weights_dtype` is how they are held here, but for matrices that stay in fp8 (`keeps_fp8`). `sinks` is the most
-    heads with attention sinks of a layer, `group` how many query heads of a native model share a key head. If the model
-    was loaded to be `deterministic`, that is the build of the kernels whose order of sums it has."""
+    `weights_dtype` is how they are held here, but for matrices that stay as they are stored (`keeps_quantized`).
+    `sinks` is the most heads with attention sinks of a layer, `group` how many query heads of a native model share a
+    key head. If the model was loaded to be `deterministic`, that is the build of the kernels whose order of sums it
+    has."""
 
     model: CausalModel
     layout: KVLayout
@@ -67,7 +68,7 @@ class LoadedModel:
     weights_dtype: torch.dtype
     sinks: int = 0
     group: int = 1
-    keeps_fp8: bool = False
+    keeps_quantized: bool = False
     deterministic: str | None = None
     about: Mapping[str, str] = field(default_factory=dict)
 
@@ -170,7 +171,7 @@ def _load_native(
         fingerprint=_fingerprint(directory, settings, device),
         weights_dtype=weights_dtype,
         group=spec.num_heads // spec.num_kv_heads,
-        keeps_fp8=whole.fp8 is not None and ranks.size == 1 and isinstance(linears, Fp8Linears),
+        keeps_quantized=spec.is_quantized and ranks.size == 1 and isinstance(linears, QuantizedLinears),
         about=linears.describe(),
     )
 

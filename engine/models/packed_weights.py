@@ -1,9 +1,10 @@
 """Checkpoints whose matrices are stored in integers of 4 or 8 bits, several to a word of 32: which formats are read,
 and the numbers that they stand for.
 
-A weight is (integer - zero) * scale, with a zero and a scale for each group of inputs of an output. This is multiplied
-out when the model is loaded, in float32, which is exact for scales of 16 bits, and rounded once to the dtype that the
-model is held in. So a model takes as much memory as one that was stored in 16 bits. Activations stay as they are.
+A weight is (integer - zero) * scale, with a zero and a scale for each group of inputs of an output. The compiled
+kernels of a CPU multiply with the integers as they are stored (engine/cpu/matrix.py). Elsewhere, and where groups are
+not one after another, this is multiplied out when the model is loaded, in float32, which is exact for scales of 16
+bits, and rounded once to the dtype that the model is held in. Activations stay as they are.
 
 Three formats are read, as their packers write them: `gptq` (AutoGPTQ, GPTQModel), `awq` (AutoAWQ's version `gemm`) and
 `compressed-tensors` with `pack-quantized` weights (llm-compressor).
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.models.errors import BadCheckpoint, UnsupportedModel
+from engine.models.quantized_matrix import QuantizedMatrix
 
 PackedMethod = Literal["gptq", "awq", "compressed-tensors"]
 
@@ -101,6 +103,22 @@ class PackedFormat:
     def multiplied(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
         """The weights [O, I] in float32. `stored` has the tensors by their field, in the shapes of `shapes`. Raises
         BadCheckpoint."""
+        matrix, order_I = self._matrix(stored, outputs, inputs)
+        if order_I is None:
+            return matrix.multiplied(torch.float32)
+        assert matrix.zeros_OB is not None
+        offsets_OI = matrix.values_OI.float() - matrix.zeros_OB.float()[:, order_I]
+        return offsets_OI * matrix.scales_OB[:, order_I]
+
+    def kept(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedMatrix | None:
+        """The same as integers; None if groups are not one after another. Raises BadCheckpoint."""
+        matrix, order_I = self._matrix(stored, outputs, inputs)
+        return matrix if order_I is None else None
+
+    def _matrix(
+        self, stored: Mapping[str, Tensor], outputs: int, inputs: int
+    ) -> tuple[QuantizedMatrix, Tensor | None]:
+        """The integers, and each input's group if these are not one after another."""
         if self.method == "compressed-tensors":
             values_OI, zeros_OG = self._compressed(stored, outputs, inputs)
             scales_OG, order_I = stored["weight_scale"], stored.get("weight_g_idx")
@@ -109,8 +127,14 @@ class PackedFormat:
             scales_OG, order_I = stored["scales"].t(), stored.get("g_idx")
         if zeros_OG is None:
             zeros_OG = torch.full_like(scales_OG, 2 ** (self.bits - 1))
-        groups_I = self._groups(order_I, inputs, scales_OG)
-        return (values_OI.float() - zeros_OG.float()[:, groups_I]) * scales_OG.float()[:, groups_I]
+        matrix = QuantizedMatrix(
+            values_OI.to(torch.uint8).contiguous(),
+            scales_OG.float().contiguous(),
+            self.group or inputs,
+            zeros_OG.to(torch.uint8).contiguous(),
+            self.bits,
+        )
+        return matrix, self._groups(order_I, inputs, scales_OG)
 
     def _compressed(
         self, stored: Mapping[str, Tensor], outputs: int, inputs: int
@@ -133,10 +157,12 @@ class PackedFormat:
             qzeros = qzeros + every_one(self.bits)
         return values_OI, unpacked(qzeros, self.bits).t()
 
-    def _groups(self, order_I: Tensor | None, inputs: int, scales_OG: Tensor) -> Tensor:
-        """Each input's group. llm-compressor writes an order of -1 where there is none."""
+    def _groups(self, order_I: Tensor | None, inputs: int, scales_OG: Tensor) -> Tensor | None:
+        """Each input's group; None if one comes after another. llm-compressor writes an order of -1 then."""
         if order_I is None or bool((order_I == -1).all()):
-            return torch.arange(inputs, device=scales_OG.device) // (self.group or inputs)
+            return None
+        if torch.equal(order_I.long(), torch.arange(inputs, device=order_I.device) // (self.group or inputs)):
+            return None
         if not 0 <= int(order_I.min()) <= int(order_I.max()) < scales_OG.shape[1]:
             raise BadCheckpoint(f"g_idx names a group beyond the {scales_OG.shape[1]} that there are")
         return order_I.long()

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from engine.models.config import ModelSpec, read_json
 from engine.models.errors import BadCheckpoint, ModelNotFound
-from engine.models.fp8_matrix import Fp8Matrix
 from engine.models.fp8_weights import SCALES, STORED, UNREAD
 from engine.models.packed_weights import WORDS
+from engine.models.quantized_matrix import QuantizedMatrix
 from engine.models.shares import Shares
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -120,12 +120,16 @@ class CheckpointWeights:
         read: Tensor = file.get_slice(name)[(slice(None),) * part.dim + (slice(part.start, part.stop),)]
         return part.padded(read).to(self._dtype).contiguous()
 
-    def take_fp8(self, name: str) -> Fp8Matrix | None:
-        """A matrix as it is stored; None if that is not in fp8 or this rank has a part of it only."""
-        if name in self._packed_of:
+    def take_quantized(self, name: str) -> QuantizedMatrix | None:
+        """A matrix as it is stored; None if that is not quantized, has groups that are not one after another, or if
+        this rank has a part of it only."""
+        if self._shares.part(name) is not None:
             return None
+        if name in self._packed_of:
+            assert self._packed is not None
+            return self._packed.kept(self._packed_tensors(name), *self._shapes[name])
         scale_name = self._scale_of(name)
-        if scale_name is None or self._shares.part(name) is not None:
+        if scale_name is None:
             return None
         assert self._fp8 is not None
         scale = self._file_of[scale_name].get_tensor(scale_name)
@@ -152,15 +156,14 @@ class CheckpointWeights:
                 found[name] = tensors
         return found
 
+    def _packed_tensors(self, name: str) -> dict[str, Tensor]:
+        return {field: self._file_of[each].get_tensor(each) for field, each in self._packed_of[name].items()}
+
     def _multiplied(self, name: str) -> Tensor | None:
         """The whole matrix in float32, if it is stored in fp8 or packed integers."""
         if name in self._packed_of:
             assert self._packed is not None
-            tensors = {
-                field: self._file_of[each].get_tensor(each) for field, each in self._packed_of[name].items()
-            }
-            outputs, inputs = self._shapes[name]
-            return self._packed.multiplied(tensors, outputs, inputs)
+            return self._packed.multiplied(self._packed_tensors(name), *self._shapes[name])
         scale_name = self._scale_of(name)
         if scale_name is None:
             return None
@@ -269,20 +272,45 @@ class DummyWeights:
         self._device = device
         self._shares = shares or Shares(spec, 0, 1)
         self._fp8 = spec.fp8
+        self._packed = spec.packed
 
     def take(self, name: str) -> Tensor:
-        matrix, part = self._make_fp8(name), self._shares.part(name)
+        matrix, part = self._make_quantized(name), self._shares.part(name)
         whole = self._make(name) if matrix is None else matrix.multiplied(self._dtype)
         if part is None:
             return whole.to(self._dtype)
         return part.of(whole).to(self._dtype, copy=True, memory_format=torch.contiguous_format)
 
-    def take_fp8(self, name: str) -> Fp8Matrix | None:
-        return self._make_fp8(name) if self._shares.part(name) is None else None
+    def take_quantized(self, name: str) -> QuantizedMatrix | None:
+        return self._make_quantized(name) if self._shares.part(name) is None else None
 
-    def _make_fp8(self, name: str) -> Fp8Matrix | None:
-        """Projections of a configuration with fp8 weights, with a scale for each block, or row if it has no blocks."""
-        if self._fp8 is None or not name.endswith("_proj.weight"):
+    def _make_quantized(self, name: str) -> QuantizedMatrix | None:
+        """Projections of a configuration with quantized weights."""
+        if not name.endswith("_proj.weight"):
+            return None
+        return self._make_integers(name) if self._packed is not None else self._make_fp8(name)
+
+    def _make_integers(self, name: str) -> QuantizedMatrix:
+        """Half the range is the zero."""
+        assert self._packed is not None
+        zero, (outputs, inputs) = 2 ** (self._packed.bits - 1), self._shapes[name]
+        wide_OI = self._make(name).float() * (zero / 4 / DUMMY_SCALE) + zero
+        scales_OB = torch.full(
+            (outputs, -(-inputs // (self._packed.group or inputs))),
+            DUMMY_SCALE * 4 / zero,
+            device=self._device,
+        )
+        return QuantizedMatrix(
+            wide_OI.round_().clamp_(0, 2 * zero - 1).to(torch.uint8),
+            scales_OB,
+            self._packed.group or inputs,
+            torch.full_like(scales_OB, zero, dtype=torch.uint8),
+            self._packed.bits,
+        )
+
+    def _make_fp8(self, name: str) -> QuantizedMatrix | None:
+        """A scale for each block, or row if there are no blocks."""
+        if self._fp8 is None:
             return None
         values_OI = (self._make(name) * (DUMMY_FP8 / DUMMY_SCALE)).to(torch.float8_e4m3fn)
         outputs, inputs = values_OI.shape

@@ -202,17 +202,17 @@ typedef struct {
     size_t scratch, inner_width, experts;
 } Needs;
 
-static Needs needs_of(const Model *model, int rows, int x_width) {
+static Needs needs_of(const Model *model, int rows, int x_width, int threads) {
     Needs needs = {0};
     for (int index = 0; index < model->num_layers; index++) {
         const Layer *layer = &model->layers[index];
-        size_t scratch = larger_of(product_scratch(layer->qkv, rows), product_scratch(layer->out, rows));
+        size_t scratch = larger_of(product_scratch(layer->qkv, rows, threads), product_scratch(layer->out, rows, threads));
         if (layer->experts != NULL) {
-            scratch = larger_of(scratch, experts_scratch(layer->experts, rows));
+            scratch = larger_of(scratch, experts_scratch(layer->experts, rows, threads));
             needs.experts = larger_of(needs.experts, experts_room(layer->experts, rows, x_width) / sizeof(float));
         } else {
-            scratch = larger_of(scratch, product_scratch(layer->gate_up, rows));
-            scratch = larger_of(scratch, product_scratch(layer->down, rows));
+            scratch = larger_of(scratch, product_scratch(layer->gate_up, rows, threads));
+            scratch = larger_of(scratch, product_scratch(layer->down, rows, threads));
             needs.inner_width = larger_of(needs.inner_width, (size_t)product_width(layer->gate_up));
         }
         needs.scratch = larger_of(needs.scratch, scratch / sizeof(float) + 1);
@@ -252,7 +252,7 @@ API int kedge_decoder_step(Decoder *decoder, Team *team, const Items *items, con
     Step step = {.model = model, .items = items, .kv = kv, .positions = positions, .tilings = tilings,
                  .rows = items->rows, .x_width = product_width(layer->out), .qkv_width = product_width(layer->qkv),
                  .heads_width = PADDED(model->heads.heads * model->heads.head_dim), .given = x};
-    Needs needs = needs_of(model, step.rows, step.x_width);
+    Needs needs = needs_of(model, step.rows, step.x_width, team_size(team));
     step.inner_width = (int)needs.inner_width;
     if (!reserve(&decoder->memory, lay_out(&step, NULL, needs, partials))) return NO_MEMORY;
     lay_out(&step, decoder->memory.at, needs, partials);
@@ -265,7 +265,7 @@ API int kedge_decoder_step(Decoder *decoder, Team *team, const Items *items, con
 API int kedge_decoder_head(Decoder *decoder, Team *team, int rows, float *x, float *logits) {
     const Model *model = &decoder->model;
     Step step = {.model = model, .rows = rows, .x_width = PADDED(model->hidden), .given = x};
-    Needs needs = {.scratch = product_scratch(model->head, rows) / sizeof(float) + 1};
+    Needs needs = {.scratch = product_scratch(model->head, rows, team_size(team)) / sizeof(float) + 1};
     if (!reserve(&decoder->memory, lay_out(&step, NULL, needs, 0))) return NO_MEMORY;
     lay_out(&step, decoder->memory.at, needs, 0);
     step.qkv = logits;

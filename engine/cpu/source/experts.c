@@ -42,10 +42,11 @@ size_t experts_room(const Experts *experts, int rows, int width) {
     return lay_out(experts, rows_at_a_time(experts, rows), width, NULL, &room);
 }
 
-size_t experts_scratch(const Experts *experts, int rows) {
+size_t experts_scratch(const Experts *experts, int rows, int threads) {
     int taken = rows_at_a_time(experts, rows), many = taken * experts->top_k;
-    size_t sizes[] = {product_scratch(experts->router, taken), grouped_scratch(experts->gate_up, experts->count, many),
-                      grouped_scratch(experts->down, experts->count, many)};
+    size_t sizes[] = {product_scratch(experts->router, taken, threads),
+                      grouped_scratch(experts->gate_up, experts->count, many, threads),
+                      grouped_scratch(experts->down, experts->count, many, threads)};
     size_t most = sizes[0];
     for (int index = 1; index < 3; index++) most = sizes[index] > most ? sizes[index] : most;
     return most;

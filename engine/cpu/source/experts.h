@@ -16,7 +16,7 @@ typedef struct {
 
 /* What add_experts() needs for so many rows beside its arguments, in bytes: for itself, and for its products. */
 size_t experts_room(const Experts *experts, int rows, int width);
-size_t experts_scratch(const Experts *experts, int rows);
+size_t experts_scratch(const Experts *experts, int rows, int threads);
 
 /* Adds to each row of x what the experts make of that row of `normed`. Rows are `width` floats apart, the product_width
    of `down`. Called by every thread of the team, which must have met since `normed` was written, and has met at the

@@ -1,10 +1,6 @@
-#include "vectors.h"
-
 #include "product.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "quantized.h"
 
 #define API __attribute__((visibility("default")))
 
@@ -30,9 +26,11 @@
 #define MOST_WIDE 4
 #if REGISTERS == 32
 #define WIDE_TALL 6
-#define MOST_TALL 6
+#define DENSE_TALL 6
+#define MOST_TALL 12 /* of a quantized matrix, whose weights take longer to load than those of others */
 #else
 #define WIDE_TALL 2
+#define DENSE_TALL 5
 #define MOST_TALL 5
 #endif
 
@@ -42,105 +40,41 @@
 /* Rows that stay in the second cache while a thread works through its blocks, by their bytes. */
 #define GROUP_BYTES (384 * 1024)
 
-static int blocks_of(const Matrix *matrix) { return PADDED(matrix->outputs) / LANES; }
-
-static int half_blocks(const Matrix *matrix) { return PADDED(matrix->outputs / 2) / LANES; }
-
-/* Blocks as they are packed, always an even number: a paired matrix pads both its halves, another is padded itself. */
-static int packed_blocks(const Matrix *matrix) {
-    return matrix->paired ? 2 * half_blocks(matrix) : (blocks_of(matrix) + 1) / 2 * 2;
-}
-
-API int kedge_lanes(void) { return LANES; }
-
-API size_t kedge_packed_bytes(const Matrix *matrix) {
-    size_t width = matrix->format == FLOAT32 ? 4 : 2;
-    size_t inputs = matrix->format == BFLOAT16 ? (size_t)(matrix->inputs + 1) / 2 * 2 : (size_t)matrix->inputs;
-    return (size_t)packed_blocks(matrix) * LANES * inputs * width;
-}
-
-/* Which output stands in a lane of a block; -1 for padding. */
-static int output_at(const Matrix *matrix, int block, int lane) {
-    if (!matrix->paired) {
-        int output = block * LANES + lane;
-        return output < matrix->outputs ? output : -1;
-    }
-    int half = matrix->outputs / 2, output = block / 2 * LANES + lane;
-    return output < half ? block % 2 * half + output : -1;
-}
-
-/* `weights` has a row of inputs for each output, in the matrix's format. */
-API void kedge_pack(const Matrix *matrix, const void *weights, void *packed) {
-    int inputs = matrix->inputs, blocks = packed_blocks(matrix);
-    int step = matrix->format == BFLOAT16 ? 2 : 1, groups = (inputs + step - 1) / step;
-    for (int block = 0; block < blocks; block++)
-        for (int lane = 0; lane < LANES; lane++) {
-            int output = output_at(matrix, block, lane);
-            for (int input = 0; input < groups * step; input++) {
-                size_t to = (((size_t)block * groups + input / step) * LANES + lane) * step + input % step;
-                size_t from = (size_t)(output < 0 ? 0 : output) * inputs + input;
-                int empty = output < 0 || input >= inputs;
-                if (matrix->format == FLOAT32)
-                    ((uint32_t *)packed)[to] = empty ? 0 : ((const uint32_t *)weights)[from];
-                else
-                    ((uint16_t *)packed)[to] = empty ? 0 : ((const uint16_t *)weights)[from];
-            }
-        }
-}
-
-API void kedge_pack_bias(const Matrix *matrix, const float *bias, float *packed) {
-    for (int block = 0; block < packed_blocks(matrix); block++)
-        for (int lane = 0; lane < LANES; lane++) {
-            int output = output_at(matrix, block, lane);
-            packed[block * LANES + lane] = output < 0 ? 0 : bias[output];
-        }
-}
-
 int product_width(const Matrix *matrix) {
     return packed_blocks(matrix) / (matrix->paired ? 2 : 1) * LANES;
 }
 
 static int rounds_rows(const Matrix *matrix, int rows) {
-    int can = HAS_BFLOAT16 && matrix->format == BFLOAT16 && matrix->inputs % ROUNDED_INPUTS == 0;
-    return can && matrix->rounds && rows > FEW_ROWS;
+    int can = HAS_BFLOAT16 && (matrix->format == BFLOAT16 || is_quantized(matrix));
+    return can && matrix->inputs % ROUNDED_INPUTS == 0 && matrix->rounds && rows > FEW_ROWS;
 }
 
-size_t product_scratch(const Matrix *matrix, int rows) {
-    size_t padded = (size_t)(rows + ROUNDED_ROWS - 1) / ROUNDED_ROWS * ROUNDED_ROWS;
-    return rounds_rows(matrix, rows) ? padded * (size_t)((matrix->inputs + 1) / 2) * 4 + 64 : 0;
+/* Many rows are multiplied with a few blocks of floats at a time, which a thread has unpacked: more than two tiles of
+   them would each make the weights anew. */
+static int unpacks(const Matrix *matrix, int rows) {
+    return is_quantized(matrix) && (rounds_rows(matrix, rows) || rows > 2 * MOST_TALL);
+}
+
+/* Bytes for a thread's unpacked blocks. */
+static size_t unpacked_bytes(const Matrix *matrix) {
+    return (size_t)matrix->inputs * MOST_WIDE * LANES * sizeof(float);
 }
 
 /* A group may begin at any row, so the rows that are read behind its last one may lie behind the last of all. */
-size_t grouped_scratch(const Matrix *matrices, int count, int rows) {
-    size_t most = 0;
+size_t grouped_scratch(const Matrix *matrices, int count, int rows, int threads) {
+    size_t rounded = 0, unpacked = 0, room = (size_t)rows + 2 * ROUNDED_ROWS;
     for (int index = 0; index < count; index++) {
-        size_t bytes = product_scratch(&matrices[index], rows + ROUNDED_ROWS);
-        most = bytes > most ? bytes : most;
+        const Matrix *matrix = &matrices[index];
+        if (rounds_rows(matrix, rows)) rounded = room * (size_t)((matrix->inputs + 1) / 2) * 4 + 64;
+        if (unpacks(matrix, rows)) unpacked = (size_t)threads * unpacked_bytes(matrix);
     }
-    return most;
+    return rounded + unpacked;
 }
 
-#if defined(__F16C__) || defined(__AVX512F__)
-INLINE Floats load_halves(const uint16_t *from) {
-#if LANES == 16
-    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
-#else
-    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
-#endif
-}
-#elif defined(__aarch64__)
-typedef __fp16 Halves __attribute__((vector_size(2 * LANES)));
-INLINE Floats load_halves(const uint16_t *from) {
-    Halves value;
-    memcpy(&value, from, sizeof value);
-    return __builtin_convertvector(value, Floats);
-}
-#else
-#error "no float16 here"
-#endif
+size_t product_scratch(const Matrix *matrix, int rows, int threads) { return grouped_scratch(matrix, 1, rows, threads); }
 
 /* What a tile is multiplied from: rows of floats, or with BFLOAT16 pairs of rounded ones (ROUNDED). */
-#define ROUNDED 3
+#define ROUNDED (FLOAT8 + 1)
 
 typedef struct {
     const Matrix *matrix;
@@ -177,6 +111,43 @@ INLINE void finish(const Tiles *tiles, int block, int row, const int wide, const
 
 INLINE void fetch_ahead(const void *weights) { __builtin_prefetch((const char *)weights + AHEAD, 0, 2); }
 
+#define X(n, i) (((const float *)(x + (n) * x_stride))[i])
+#define ADD_INPUT(weights, i)                               \
+    UNROLL for (int n = 0; n < tall; n++) {                 \
+        float value = X(n, i);                              \
+        UNROLL for (int o = 0; o < wide; o++) sums[o][n] += weights[o] * value; \
+    }
+
+/* A tile of a quantized matrix: the same sums, in the same order, as of its weights in FLOAT32. */
+INLINE void quantized_tile(const Tiles *tiles, int block, int row, const int wide, const int tall, const int kind) {
+    Floats sums[MOST_WIDE][MOST_TALL], weights[2][MOST_WIDE];
+    const Matrix *matrix = tiles->matrix;
+    const char *x = tiles->x + (size_t)row * tiles->x_stride;
+    const size_t x_stride = tiles->x_stride, stride = block_bytes(matrix);
+    const uint8_t *at[MOST_WIDE];
+    Group groups[MOST_WIDE];
+    UNROLL for (int o = 0; o < wide; o++) {
+        at[o] = (const uint8_t *)matrix->packed + (size_t)(block + o) * stride;
+        UNROLL for (int n = 0; n < tall; n++) sums[o][n] = (Floats){0};
+    }
+    for (int from = 0; from < matrix->inputs; from += matrix->group) {
+        int end = matrix->inputs - from < matrix->group ? matrix->inputs : from + matrix->group;
+        UNROLL for (int o = 0; o < wide; o++) {
+            groups[o] = group_at(at[o], kind);
+            at[o] += GROUP_HEAD;
+        }
+        for (int i = from; i < end; i += 2) {
+            UNROLL for (int o = 0; o < wide; o++) {
+                fetch_ahead(at[o]);
+                at[o] = two_weights(at[o], groups[o], kind, &weights[0][o], &weights[1][o]);
+            }
+            ADD_INPUT(weights[0], i)
+            ADD_INPUT(weights[1], i + 1)
+        }
+    }
+    finish(tiles, block, row, wide, tall, sums);
+}
+
 INLINE void tile(const Tiles *tiles, int block, int row, const int wide, const int tall, const int kind) {
     Floats sums[MOST_WIDE][MOST_TALL], weights[MOST_WIDE];
     const Matrix *matrix = tiles->matrix;
@@ -184,12 +155,6 @@ INLINE void tile(const Tiles *tiles, int block, int row, const int wide, const i
     const size_t x_stride = tiles->x_stride;
     const int inputs = matrix->inputs, pairs = inputs / 2;
     UNROLL for (int o = 0; o < wide; o++) UNROLL for (int n = 0; n < tall; n++) sums[o][n] = (Floats){0};
-#define X(n, i) (((const float *)(x + (n) * x_stride))[i])
-#define ADD_INPUT(i)                                        \
-    UNROLL for (int n = 0; n < tall; n++) {                 \
-        float value = X(n, i);                              \
-        UNROLL for (int o = 0; o < wide; o++) sums[o][n] += weights[o] * value; \
-    }
     if (kind == FLOAT32 || kind == FLOAT16) {
         const size_t stride = (size_t)inputs * LANES;
         const size_t first = (size_t)block * stride;
@@ -199,9 +164,9 @@ INLINE void tile(const Tiles *tiles, int block, int row, const int wide, const i
                 const float *floats = (const float *)matrix->packed + at;
                 const uint16_t *halves = (const uint16_t *)matrix->packed + at;
                 fetch_ahead(kind == FLOAT32 ? (const void *)floats : (const void *)halves);
-                weights[o] = kind == FLOAT32 ? load(floats) : load_halves(halves);
+                weights[o] = kind == FLOAT32 ? load(floats) : widened(shorts_at(halves));
             }
-            ADD_INPUT(i)
+            ADD_INPUT(weights, i)
         }
     } else {
         const size_t stride = (size_t)((inputs + 1) / 2) * LANES;
@@ -232,9 +197,9 @@ INLINE void tile(const Tiles *tiles, int block, int row, const int wide, const i
                 memcpy(&both[o], pairs_of, sizeof both[o]);
                 weights[o] = (Floats)(both[o] << 16);
             }
-            ADD_INPUT(2 * i)
+            ADD_INPUT(weights, 2 * i)
             UNROLL for (int o = 0; o < wide; o++) weights[o] = (Floats)(both[o] & 0xffff0000u);
-            ADD_INPUT(2 * i + 1)
+            ADD_INPUT(weights, 2 * i + 1)
         }
         if (inputs % 2) {
             UNROLL for (int o = 0; o < wide; o++) {
@@ -242,48 +207,57 @@ INLINE void tile(const Tiles *tiles, int block, int row, const int wide, const i
                 memcpy(&both, packed + o * stride + (size_t)pairs * LANES, sizeof both);
                 weights[o] = (Floats)(both << 16);
             }
-            ADD_INPUT(inputs - 1)
+            ADD_INPUT(weights, inputs - 1)
         }
     }
-#undef ADD_INPUT
-#undef X
     finish(tiles, block, row, wide, tall, sums);
 }
 
 /* One function for each kind of weights, whose tiles have constant sizes. */
-#define ROWS(wide, tall, kind) \
+#define ROWS(tile, wide, tall, kind) \
     case tall: tile(tiles, block, row, wide, tall, kind); break;
+#define FEW_CASES(tile, wide, kind) ROWS(tile, wide, 1, kind) ROWS(tile, wide, 2, kind)
+#define MORE_CASES(tile, wide, kind) \
+    FEW_CASES(tile, wide, kind) ROWS(tile, wide, 3, kind) ROWS(tile, wide, 4, kind) ROWS(tile, wide, 5, kind)
 #if REGISTERS == 32
-#define WIDE_CASES(kind) \
-    ROWS(4, 1, kind) ROWS(4, 2, kind) ROWS(4, 3, kind) ROWS(4, 4, kind) ROWS(4, 5, kind) ROWS(4, 6, kind)
-#define NARROW_CASES(kind) \
-    ROWS(2, 1, kind) ROWS(2, 2, kind) ROWS(2, 3, kind) ROWS(2, 4, kind) ROWS(2, 5, kind) ROWS(2, 6, kind)
+#define WIDE_CASES(tile, kind) MORE_CASES(tile, 4, kind) ROWS(tile, 4, 6, kind)
+#define NARROW_CASES(tile, kind) MORE_CASES(tile, 2, kind) ROWS(tile, 2, 6, kind)
+#define TALL_CASES(tile, kind)                                                              \
+    NARROW_CASES(tile, kind) ROWS(tile, 2, 7, kind) ROWS(tile, 2, 8, kind)                  \
+    ROWS(tile, 2, 9, kind) ROWS(tile, 2, 10, kind) ROWS(tile, 2, 11, kind) ROWS(tile, 2, 12, kind)
 #else
-#define WIDE_CASES(kind) ROWS(4, 1, kind) ROWS(4, 2, kind)
-#define NARROW_CASES(kind) ROWS(2, 1, kind) ROWS(2, 2, kind) ROWS(2, 3, kind) ROWS(2, 4, kind) ROWS(2, 5, kind)
+#define WIDE_CASES(tile, kind) FEW_CASES(tile, 4, kind)
+#define NARROW_CASES(tile, kind) MORE_CASES(tile, 2, kind)
+#define TALL_CASES NARROW_CASES
 #endif
 
-#define KIND(name, kind)                                                                \
+#define KIND(name, tile, kind, narrow_cases)                                            \
     static void name(const Tiles *tiles, int block, int wide, int row, int tall) {      \
-        if (wide == 4) switch (tall) { WIDE_CASES(kind) }                               \
-        else switch (tall) { NARROW_CASES(kind) }                                       \
+        if (wide == 4) switch (tall) { WIDE_CASES(tile, kind) }                         \
+        else switch (tall) { narrow_cases(tile, kind) }                                 \
     }
 
-KIND(tile_float32, FLOAT32)
-KIND(tile_bfloat16, BFLOAT16)
-KIND(tile_float16, FLOAT16)
+KIND(tile_float32, tile, FLOAT32, NARROW_CASES)
+KIND(tile_bfloat16, tile, BFLOAT16, NARROW_CASES)
+KIND(tile_float16, tile, FLOAT16, NARROW_CASES)
+KIND(tile_int8, quantized_tile, INT8, TALL_CASES)
+KIND(tile_int4, quantized_tile, INT4, TALL_CASES)
+KIND(tile_float8, quantized_tile, FLOAT8, TALL_CASES)
 #if HAS_BFLOAT16
-KIND(tile_rounded, ROUNDED)
+KIND(tile_rounded, tile, ROUNDED, NARROW_CASES)
 #else
 #define tile_rounded tile_bfloat16
 #endif
 
-static void (*const KINDS[])(const Tiles *, int, int, int, int) = {tile_float32, tile_bfloat16, tile_float16,
-                                                                   tile_rounded};
+static void (*const KINDS[])(const Tiles *, int, int, int, int) = {
+    [FLOAT32] = tile_float32, [BFLOAT16] = tile_bfloat16, [FLOAT16] = tile_float16, [INT8] = tile_int8,
+    [INT4] = tile_int4,       [FLOAT8] = tile_float8,     [ROUNDED] = tile_rounded,
+};
 
 /* Blocks first .. end-1 of rows row .. row+rows-1, in tiles of nearly equal height. */
 static void multiply(const Tiles *tiles, int kind, int first, int end, int row, int rows) {
-    int wider = rows <= WIDE_TALL || WIDE_TALL == MOST_TALL, most = wider ? WIDE_TALL : MOST_TALL;
+    int tallest = is_quantized(tiles->matrix) ? MOST_TALL : DENSE_TALL;
+    int wider = rows <= WIDE_TALL || WIDE_TALL == tallest, most = wider ? WIDE_TALL : tallest;
     int count = (rows + most - 1) / most;
     for (int block = first; block < end;) {
         int wide = wider && end - block >= 4 ? 4 : 2;
@@ -299,17 +273,17 @@ static void multiply(const Tiles *tiles, int kind, int first, int end, int row, 
 /* The same for rounded rows, two blocks and 32 rows at a time. */
 static void multiply_rounded(const Tiles *tiles, int first, int end, int row, int rows) {
     const Matrix *matrix = tiles->matrix;
-    const size_t block_bytes = (size_t)matrix->inputs * LANES * 2;
+    const size_t stride = block_bytes(matrix);
     AmxSums sums;
     amx_begin();
     for (int block = first; block < end; block += 2)
         for (int from = 0; from < rows; from += 2 * AMX_ROWS) {
             const char *x = tiles->x + (size_t)(row + from) * tiles->x_stride;
-            const char *weights = (const char *)matrix->packed + block * block_bytes;
+            const char *weights = (const char *)matrix->packed + (size_t)block * stride;
             if (rows - from > AMX_ROWS)
-                amx_product(x, tiles->x_stride, weights, block_bytes, matrix->inputs, 1, sums);
+                amx_product(x, tiles->x_stride, weights, stride, matrix->inputs, 1, sums);
             else
-                amx_product(x, tiles->x_stride, weights, block_bytes, matrix->inputs, 0, sums);
+                amx_product(x, tiles->x_stride, weights, stride, matrix->inputs, 0, sums);
             for (int n = 0; n < 2 * AMX_ROWS && from + n < rows; n++) {
                 Floats of_row[MOST_WIDE][MOST_TALL];
                 for (int o = 0; o < 2; o++) of_row[o][0] = load(sums[n / AMX_ROWS][o][n % AMX_ROWS]);
@@ -339,37 +313,73 @@ typedef struct {
 
 static Cut cut_of(const Tiles *tiles, int kind, int rows, int threads) {
     Cut cut = {.kind = kind, .blocks = packed_blocks(tiles->matrix), .rows = rows};
-    int tall = kind == ROUNDED && ROUNDED_ROWS > MOST_TALL ? 2 * ROUNDED_ROWS : MOST_TALL;
+    int tall = kind == ROUNDED && ROUNDED_ROWS > DENSE_TALL ? 2 * ROUNDED_ROWS : DENSE_TALL;
     cut.group = (int)(GROUP_BYTES / tiles->x_stride) / tall * tall;
     if (cut.group < tall) cut.group = tall;
     /* Pieces large enough to be read at memory's full speed, and some for each thread. */
     int piece = (cut.blocks + 8 * threads - 1) / (8 * threads);
     cut.piece = piece < 4 ? 4 : piece > 16 ? 16 : (piece + 3) / 4 * 4;
     cut.pieces = (cut.blocks + cut.piece - 1) / cut.piece;
-    cut.groups = (rows + cut.group - 1) / cut.group;
+    cut.groups = unpacks(tiles->matrix, rows) ? 1 : (rows + cut.group - 1) / cut.group;
     return cut;
 }
 
-static void multiply_piece(const Tiles *tiles, const Cut *cut, int64_t index) {
-    int first = (int)(index % cut->pieces) * cut->piece, row = (int)(index / cut->pieces) * cut->group;
-    int end = first + cut->piece < cut->blocks ? first + cut->piece : cut->blocks;
-    int taken = row + cut->group < cut->rows ? cut->group : cut->rows - row;
+static void multiply_by_kind(const Tiles *tiles, int kind, int first, int end, int row, int rows) {
 #if defined(__AMX_BF16__)
-    if (cut->kind == ROUNDED) {
-        multiply_rounded(tiles, first, end, row, taken);
+    if (kind == ROUNDED) {
+        multiply_rounded(tiles, first, end, row, rows);
         return;
     }
 #endif
-    multiply(tiles, cut->kind, first, end, row, taken);
+    multiply(tiles, kind, first, end, row, rows);
+}
+
+static void unpack(const Matrix *matrix, int block, int rounds, float *to) {
+    const uint8_t *packed = (const uint8_t *)matrix->packed + (size_t)block * block_bytes(matrix);
+#define UNPACK(format) \
+    case format: rounds ? unpack_block(matrix, packed, format, 1, to) : unpack_block(matrix, packed, format, 0, to); break;
+    switch (matrix->format) { UNPACK(INT8) UNPACK(INT4) UNPACK(FLOAT8) }
+#undef UNPACK
+}
+
+/* Blocks first .. end-1 of a quantized matrix with all rows: as floats they stay in the second cache meanwhile. */
+static void multiply_unpacked(const Tiles *tiles, const Cut *cut, int first, int end, float *unpacked) {
+    const Matrix *matrix = tiles->matrix;
+    Matrix part = {.packed = unpacked, .format = cut->kind == ROUNDED ? BFLOAT16 : FLOAT32, .inputs = matrix->inputs};
+    for (int block = first; block < end; block += MOST_WIDE) {
+        int count = end - block < MOST_WIDE ? end - block : MOST_WIDE;
+        for (int o = 0; o < count; o++)
+            unpack(matrix, block + o, cut->kind == ROUNDED, unpacked + (size_t)o * block_bytes(&part) / sizeof(float));
+        part.bias = matrix->bias == NULL ? NULL : matrix->bias + (size_t)block * LANES;
+        Tiles dense = *tiles;
+        dense.matrix = &part;
+        dense.y += (size_t)(tiles->how == SILU_MUL ? block / 2 : block) * LANES;
+        for (int row = 0; row < cut->rows; row += cut->group)
+            multiply_by_kind(&dense, cut->kind, 0, count, row, row + cut->group < cut->rows ? cut->group : cut->rows - row);
+    }
+}
+
+static void multiply_piece(const Tiles *tiles, const Cut *cut, int64_t index, float *unpacked) {
+    int first = (int)(index % cut->pieces) * cut->piece, row = (int)(index / cut->pieces) * cut->group;
+    int end = first + cut->piece < cut->blocks ? first + cut->piece : cut->blocks;
+    if (unpacks(tiles->matrix, cut->rows))
+        multiply_unpacked(tiles, cut, first, end, unpacked);
+    else
+        multiply_by_kind(tiles, cut->kind, first, end, row, row + cut->group < cut->rows ? cut->group : cut->rows - row);
 }
 
 void grouped_product(const Matrix *matrices, int count, const int32_t *first, const float *x, int x_stride, float *y,
                      int y_stride, int how, void *scratch, Team *team, int thread) {
-    size_t rounded_stride = (size_t)(matrices->inputs + 1) / 2 * 4;
-    int rounds = 0;
-    for (int index = 0; index < count; index++)
-        rounds |= rounds_rows(&matrices[index], first[index + 1] - first[index]);
-    if (rounds) round_rows(first[count], x, x_stride, matrices->inputs, scratch, team, thread);
+    size_t rounded_stride = (size_t)(matrices->inputs + 1) / 2 * 4, room = unpacked_bytes(matrices);
+    float *unpacked = (float *)((char *)scratch + (size_t)thread * room);
+    int rounds = 0, many = 0;
+    for (int index = 0; index < count; index++) {
+        int rows = first[index + 1] - first[index];
+        rounds |= rounds_rows(&matrices[index], rows);
+        many |= unpacks(&matrices[index], rows);
+    }
+    char *rounded = (char *)scratch + (many ? (size_t)team_size(team) * room : 0);
+    if (rounds) round_rows(first[count], x, x_stride, matrices->inputs, (uint16_t *)rounded, team, thread);
     int64_t next = team_next(team), before = 0;
     for (int index = 0; index < count; index++) {
         const Matrix *matrix = &matrices[index];
@@ -377,15 +387,15 @@ void grouped_product(const Matrix *matrices, int count, const int32_t *first, co
         if (rows == 0) continue;
         Tiles tiles = {matrix, (const char *)(x + (size_t)row * (size_t)x_stride), (size_t)x_stride * 4,
                        y + (size_t)row * (size_t)y_stride, (size_t)y_stride, how};
-        int kind = matrix->format;
+        int kind = unpacks(matrix, rows) ? FLOAT32 : matrix->format;
         if (rounds_rows(matrix, rows)) {
             kind = ROUNDED;
-            tiles.x = (const char *)scratch + (size_t)row * rounded_stride;
+            tiles.x = rounded + (size_t)row * rounded_stride;
             tiles.x_stride = rounded_stride;
         }
         Cut cut = cut_of(&tiles, kind, rows, team_size(team));
         int64_t pieces = (int64_t)cut.pieces * cut.groups;
-        for (; next < before + pieces; next = team_next(team)) multiply_piece(&tiles, &cut, next - before);
+        for (; next < before + pieces; next = team_next(team)) multiply_piece(&tiles, &cut, next - before, unpacked);
         before += pieces;
     }
 }
@@ -409,7 +419,9 @@ static void product_work(void *job, Team *team, int thread) {
     product(p->matrix, p->rows, p->x, p->x_stride, p->y, p->y_stride, p->how, p->scratch, team, thread);
 }
 
-API size_t kedge_product_scratch(const Matrix *matrix, int rows) { return product_scratch(matrix, rows); }
+API size_t kedge_product_scratch(const Matrix *matrix, int rows, Team *team) {
+    return product_scratch(matrix, rows, team_size(team));
+}
 
 API int kedge_product_width(const Matrix *matrix) { return product_width(matrix); }
 

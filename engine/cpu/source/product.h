@@ -3,9 +3,12 @@
 #ifndef KEDGE_PRODUCT_H
 #define KEDGE_PRODUCT_H
 
+#include <stddef.h>
+
 #include "team.h"
 
-enum { FLOAT32, BFLOAT16, FLOAT16 };
+/* Of the last three a matrix is quantized. FLOAT8 is e4m3 without infinities. */
+enum { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, FLOAT8 };
 
 /* What becomes of a product: it is stored, added to what is there, or, of a paired matrix, made silu(first) * second. */
 enum { STORE, ADD, SILU_MUL };
@@ -13,21 +16,26 @@ enum { STORE, ADD, SILU_MUL };
 /* `packed` holds blocks of LANES outputs, zeros behind the last. A block has its inputs one after another, LANES weights
    for each; of BFLOAT16 two inputs at a time, the two weights of an output side by side. Of a `paired` matrix, two of
    `outputs` / 2 each that are applied to the same rows, blocks alternate. With `rounds` many rows are rounded to bfloat16
-   where the processor multiplies that faster. The struct is shared with engine/cpu/library.py. */
+   where the processor multiplies that faster.
+
+   A quantized weight is (number - zero) * scale, without a zero for FLOAT8; `group` inputs share them, an even number,
+   as is that of all inputs. A block has its groups one after another, the last of them may be shorter: LANES scales,
+   which are floats, LANES zeros, which are bytes, and LANES bytes for each input, or of INT4 for two, the first in the
+   lower half. The struct is shared with engine/cpu/library.py. */
 typedef struct {
     const void *packed;
     const float *bias; /* of padded outputs, in the order of the blocks; or NULL */
-    int32_t format, outputs, inputs, paired, rounds;
+    int32_t format, outputs, inputs, paired, rounds, group; /* `group` is 0 if it is not quantized */
 } Matrix;
 
 /* Floats of a row of results, padding included. */
 int product_width(const Matrix *matrix);
 
 /* What product() needs for so many rows beside its arguments, in bytes. */
-size_t product_scratch(const Matrix *matrix, int rows);
+size_t product_scratch(const Matrix *matrix, int rows, int threads);
 
 /* The same for grouped_product(). */
-size_t grouped_scratch(const Matrix *matrices, int count, int rows);
+size_t grouped_scratch(const Matrix *matrices, int count, int rows, int threads);
 
 /* Called by every thread of the team, which must have met since x was written and must meet before y is read. Rows of x
    are x_stride floats apart, and of y y_stride. */

@@ -8,6 +8,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #if defined(__AVX512F__)
 #define LANES 16
 #elif defined(__AVX__)
@@ -30,6 +34,8 @@
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
 #if defined(__clang__)
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -55,6 +61,26 @@ INLINE Floats load_some(const float *from, int count) {
 
 INLINE void store_some(float *to, Floats value, int count) {
     memcpy(to, &value, (size_t)(count < LANES ? count : LANES) * sizeof(float));
+}
+
+INLINE Shorts shorts_at(const uint16_t *from) {
+    Shorts value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+/* Numbers of float16. */
+INLINE Floats widened(Shorts halves) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps((__m256i)halves);
+#elif defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps((__m128i)halves);
+#elif defined(__aarch64__)
+    typedef __fp16 Halves __attribute__((vector_size(2 * LANES)));
+    return __builtin_convertvector((Halves)halves, Floats);
+#else
+#error "no float16 here"
+#endif
 }
 
 INLINE Floats every(float value) { return value - (Floats){0}; }

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from engine.kernels.fp8_rows import TILES, Fp8Tiles, fits, multiply_fp8, multiply_out
-from engine.models.fp8_matrix import Fp8Matrix
+from engine.models.quantized_matrix import QuantizedMatrix
 from tests.unit.engine.kernels.rounding import ROUNDING, assert_rounded_once
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 TINY = Fp8Tiles(16, 16, 16, 1, 2, True)
 
 
-def draw(device: torch.device, outputs: int, inputs: int, columns: int) -> Fp8Matrix:
+def draw(device: torch.device, outputs: int, inputs: int, columns: int) -> QuantizedMatrix:
     torch.manual_seed(outputs + inputs)
     values_OI = torch.randn(outputs, inputs).to(torch.float8_e4m3fn).to(device)
     scales_OB = (torch.rand(outputs, -(-inputs // columns)) + 0.5).to(device)
-    return Fp8Matrix(values_OI, scales_OB, columns)
+    return QuantizedMatrix(values_OI, scales_OB, columns)
 
 
 def every_number(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -30,7 +30,9 @@ def every_number(device: torch.device) -> tuple[Tensor, Tensor]:
     return values_O.diag().to(torch.float8_e4m3fn).to(device), values_O.to(device)
 
 
-def check(x_NI: Tensor, matrix: Fp8Matrix, bias_O: Tensor | None, kernel: Callable[..., Tensor]) -> None:
+def check(
+    x_NI: Tensor, matrix: QuantizedMatrix, bias_O: Tensor | None, kernel: Callable[..., Tensor]
+) -> None:
     got_NO = kernel(x_NI, matrix.values_OI, matrix.scales_OB, matrix.columns, bias_O)
     weight_OI = matrix.multiplied(torch.float64)
     wide_NO = x_NI.double() @ weight_OI.t()

@@ -34,5 +34,6 @@ def check_model(directory: Path, meant: dict[str, Tensor], changes: dict[str, An
     save_file(meant, plain / "model.safetensors")
     expected, found = load(plain, dtype="float32"), load(directory, dtype="float32")
     assert found.native
+    assert found.about["linear"] != "cpu" or "quantized" in found.about
     assert torch.equal(run_logits(found), run_logits(expected))
     assert found.fingerprint != expected.fingerprint, "their files differ, so may their KV"

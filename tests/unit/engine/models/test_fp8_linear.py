@@ -18,9 +18,9 @@ from engine.models.config import parse_spec, read_config
 from engine.models.device_linear import FixedLinears
 from engine.models.errors import UnsupportedModel
 from engine.models.fp8_linear import KeepingLinears, kernels
-from engine.models.fp8_matrix import Fp8Matrix, stack_fp8
 from engine.models.linear import PlainLinear
 from engine.models.loader import load_model
+from engine.models.quantized_matrix import QuantizedMatrix, stack_quantized
 from engine.models.shares import Shares
 from engine.models.weights import CheckpointWeights
 from engine.settings import DeviceName, ModelSettings
@@ -35,7 +35,7 @@ def second_is_quickest(calls: Sequence[Callable[[], object]]) -> list[float]:
     return [float(place != 1) for place in range(len(calls))]
 
 
-def only(kernel: str | None) -> Callable[[Fp8Matrix], Iterator[tuple[str, int, fp8_linear.Kernel]]]:
+def only(kernel: str | None) -> Callable[[QuantizedMatrix], Iterator[tuple[str, int, fp8_linear.Kernel]]]:
     """Of all kernels one, or none."""
     return lambda matrix: (found for found in kernels(matrix) if found[0] == kernel)
 
@@ -46,7 +46,7 @@ def test_what_is_kept_is_what_is_meant(tmp_path: Path, case: str) -> None:
     spec = parse_spec(read_config(tmp_path))
     source = CheckpointWeights(tmp_path, spec, torch.float32, CPU)
     for name, expected in meant.items():
-        matrix = source.take_fp8(name)
+        matrix = source.take_quantized(name)
         assert (matrix is not None) == name.endswith("_proj.weight"), name
         if matrix is not None:
             assert matrix.values_OI.dtype == torch.float8_e4m3fn
@@ -58,7 +58,7 @@ def test_a_rank_multiplies_out(tmp_path: Path) -> None:
     write_fp8(tmp_path, *FORMATS["one scale a matrix"])
     spec = parse_spec(read_config(tmp_path))
     source = CheckpointWeights(tmp_path, spec, torch.float32, CPU, Shares(spec, 0, 2))
-    assert source.take_fp8("model.layers.0.self_attn.q_proj.weight") is None
+    assert source.take_quantized("model.layers.0.self_attn.q_proj.weight") is None
     source.close()
 
 
@@ -78,8 +78,8 @@ def test_the_model_is_the_one_that_is_multiplied_out(
     device: DeviceName = "cuda" if torch.cuda.is_available() else "cpu"
     settings = ModelSettings(path=str(tmp_path), dtype="float32", device=device)
     found, expected = load_model(settings, linears), load_model(settings, linear="torch")
-    assert found.keeps_fp8
-    assert not expected.keeps_fp8
+    assert found.keeps_quantized
+    assert not expected.keeps_quantized
     torch.testing.assert_close(run_logits(found), run_logits(expected), rtol=1e-3, atol=1e-4)
     assert found.about["linear"] == "plain"
     if kernel is None or case == "DeepSeek's blocks":  # blocks of 24 columns, which no kernel takes
@@ -91,9 +91,9 @@ def test_the_model_is_the_one_that_is_multiplied_out(
 
 def test_blocks_that_differ_are_not_fused() -> None:
     values_OI = torch.ones(2, 32).to(torch.float8_e4m3fn)
-    whole = Fp8Matrix(values_OI, torch.ones(2, 1), 32)
-    halves = Fp8Matrix(values_OI, torch.ones(2, 2), 16)
-    assert stack_fp8([whole, halves]) is None
+    whole = QuantizedMatrix(values_OI, torch.ones(2, 1), 32)
+    halves = QuantizedMatrix(values_OI, torch.ones(2, 2), 16)
+    assert stack_quantized([whole, halves]) is None
 
 
 def test_where_fp8_cannot_be_kept_it_is_refused_by_name(

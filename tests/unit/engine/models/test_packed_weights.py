@@ -197,7 +197,22 @@ def test_gptq_s_zero_of_nothing_borrows_from_the_next(tmp_path: Path) -> None:
     source = CheckpointWeights(tmp_path, parse_spec(read_config(tmp_path)), torch.float32)
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(source.take(name), meant[name])
-    assert source.take_fp8(name) is None
+    matrix = source.take_quantized(name)
+    assert matrix is not None
+    assert torch.equal(matrix.multiplied(torch.float32), meant[name])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_kept_is_what_is_meant(tmp_path: Path, case: str) -> None:
+    meant = CASES[case].write(tmp_path)
+    source = CheckpointWeights(tmp_path, parse_spec(read_config(tmp_path)), torch.float32)
+    for name, expected in meant.items():
+        matrix = source.take_quantized(name)
+        kept = name.endswith("_proj.weight") and not CASES[case].shuffled
+        assert (matrix is not None) == kept, name
+        if matrix is not None:
+            assert torch.equal(matrix.multiplied(torch.float32), expected), name
+    source.close()
     source.close()
 
 
