@@ -60,7 +60,7 @@ class PackedMatrix:
         self._inputs = inputs
         self._how = SILU_MUL if paired else STORE
         stored_as = FORMATS[values_OI.dtype] if kept is None else quantized_format(kept)
-        group = 0 if kept is None else min(kept.columns, inputs)
+        group = 0 if kept is None else kept.group
         self.matrix = MatrixC(None, None, stored_as, outputs, inputs, paired, rounds, group)
         self.width = int(self._c.kedge_product_width(byref(self.matrix)))
         """Floats of a row of results, padding included."""
@@ -87,10 +87,12 @@ class PackedMatrix:
 
     def _pack_quantized(self, kept: QuantizedMatrix) -> None:
         values_OI, scales_OB = kept.values_OI.view(torch.uint8).contiguous(), kept.scales_OB.contiguous()
-        zeros_OB = torch.zeros_like(scales_OB, dtype=torch.uint8) if kept.zeros_OB is None else kept.zeros_OB
+        zeros_OB = torch.zeros_like(scales_OB, dtype=torch.uint8)
+        if kept.zeros_OB is not None:
+            zeros_OB = kept.zeros_OB.contiguous()
         assert scales_OB.shape[1] == -(-self._inputs // self.matrix.group)
         self._c.kedge_pack_quantized(
-            byref(self.matrix), values_OI.data_ptr(), scales_OB.data_ptr(), zeros_OB.contiguous().data_ptr(),
+            byref(self.matrix), values_OI.data_ptr(), scales_OB.data_ptr(), zeros_OB.data_ptr(),
             self._packed.data_ptr(),
         )  # fmt: skip
 
@@ -117,12 +119,8 @@ class PackedLinears:
 
     def keeps(self, matrix: QuantizedMatrix) -> bool:
         """The kernels take two inputs at a time, and do not know the NaN of fp8."""
-        inputs = matrix.values_OI.shape[1]
-        return (
-            inputs % 2 == 0
-            and min(matrix.columns, inputs) % 2 == 0
-            and not (matrix.is_fp8 and bool(matrix.values_OI.isnan().any()))
-        )
+        in_twos = matrix.values_OI.shape[1] % 2 == matrix.group % 2 == 0
+        return in_twos and not (matrix.is_fp8 and bool(matrix.values_OI.isnan().any()))
 
     def gated(self, gate_up_OI: Tensor | QuantizedMatrix, bias_O: Tensor | None) -> Linear:
         self._count(gate_up_OI)

@@ -103,7 +103,7 @@ class PackedFormat:
     def multiplied(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
         """The weights [O, I] in float32. `stored` has the tensors by their field, in the shapes of `shapes`. Raises
         BadCheckpoint."""
-        matrix, order_I = self._matrix(stored, outputs, inputs)
+        matrix, order_I = self._matrix(stored, outputs, inputs), self._order(stored, inputs)
         if order_I is None:
             return matrix.multiplied(torch.float32)
         assert matrix.zeros_OB is not None
@@ -112,29 +112,25 @@ class PackedFormat:
 
     def kept(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedMatrix | None:
         """The same as integers; None if groups are not one after another. Raises BadCheckpoint."""
-        matrix, order_I = self._matrix(stored, outputs, inputs)
-        return matrix if order_I is None else None
+        return self._matrix(stored, outputs, inputs) if self._order(stored, inputs) is None else None
 
-    def _matrix(
-        self, stored: Mapping[str, Tensor], outputs: int, inputs: int
-    ) -> tuple[QuantizedMatrix, Tensor | None]:
-        """The integers, and each input's group if these are not one after another."""
+    def _matrix(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedMatrix:
+        """As if groups were one after another."""
         if self.method == "compressed-tensors":
             values_OI, zeros_OG = self._compressed(stored, outputs, inputs)
-            scales_OG, order_I = stored["weight_scale"], stored.get("weight_g_idx")
+            scales_OG = stored["weight_scale"]
         else:
             values_OI, zeros_OG = self._words(stored)
-            scales_OG, order_I = stored["scales"].t(), stored.get("g_idx")
+            scales_OG = stored["scales"].t()
         if zeros_OG is None:
             zeros_OG = torch.full_like(scales_OG, 2 ** (self.bits - 1))
-        matrix = QuantizedMatrix(
+        return QuantizedMatrix(
             values_OI.to(torch.uint8).contiguous(),
             scales_OG.float().contiguous(),
             self.group or inputs,
             zeros_OG.to(torch.uint8).contiguous(),
             self.bits,
         )
-        return matrix, self._groups(order_I, inputs, scales_OG)
 
     def _compressed(
         self, stored: Mapping[str, Tensor], outputs: int, inputs: int
@@ -157,14 +153,17 @@ class PackedFormat:
             qzeros = qzeros + every_one(self.bits)
         return values_OI, unpacked(qzeros, self.bits).t()
 
-    def _groups(self, order_I: Tensor | None, inputs: int, scales_OG: Tensor) -> Tensor | None:
+    def _order(self, stored: Mapping[str, Tensor], inputs: int) -> Tensor | None:
         """Each input's group; None if one comes after another. llm-compressor writes an order of -1 then."""
+        order_I = stored.get(ORDER.get(self.method, ""))
         if order_I is None or bool((order_I == -1).all()):
             return None
-        if torch.equal(order_I.long(), torch.arange(inputs, device=order_I.device) // (self.group or inputs)):
+        in_turn_I = torch.arange(inputs, device=order_I.device) // (self.group or inputs)
+        if torch.equal(order_I.long(), in_turn_I):
             return None
-        if not 0 <= int(order_I.min()) <= int(order_I.max()) < scales_OG.shape[1]:
-            raise BadCheckpoint(f"g_idx names a group beyond the {scales_OG.shape[1]} that there are")
+        groups = int(in_turn_I[-1]) + 1
+        if not 0 <= int(order_I.min()) <= int(order_I.max()) < groups:
+            raise BadCheckpoint(f"g_idx names a group beyond the {groups} that there are")
         return order_I.long()
 
 

@@ -29,6 +29,11 @@ class QuantizedMatrix:
     bits: int = 8
 
     @property
+    def group(self) -> int:
+        """Inputs of the first group; the last may have fewer."""
+        return min(self.columns, self.values_OI.shape[1])
+
+    @property
     def is_fp8(self) -> bool:
         return self.values_OI.dtype == FP8
 

@@ -2,8 +2,6 @@
 
 #define API __attribute__((visibility("default")))
 
-API int kedge_lanes(void) { return LANES; }
-
 API size_t kedge_packed_bytes(const Matrix *matrix) { return (size_t)packed_blocks(matrix) * block_bytes(matrix); }
 
 /* Which output stands in a lane of a block; -1 for padding. */

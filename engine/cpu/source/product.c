@@ -38,7 +38,7 @@
 #define AHEAD 2048
 
 /* Rows that stay in the second cache while a thread works through its blocks, by their bytes. */
-#define GROUP_BYTES (384 * 1024)
+#define HEIGHT_BYTES (384 * 1024)
 
 int product_width(const Matrix *matrix) {
     return packed_blocks(matrix) / (matrix->paired ? 2 : 1) * LANES;
@@ -254,10 +254,11 @@ static void (*const KINDS[])(const Tiles *, int, int, int, int) = {
     [INT4] = tile_int4,       [FLOAT8] = tile_float8,     [ROUNDED] = tile_rounded,
 };
 
+static int tallest(int kind) { return kind == INT8 || kind == INT4 || kind == FLOAT8 ? MOST_TALL : DENSE_TALL; }
+
 /* Blocks first .. end-1 of rows row .. row+rows-1, in tiles of nearly equal height. */
 static void multiply(const Tiles *tiles, int kind, int first, int end, int row, int rows) {
-    int tallest = is_quantized(tiles->matrix) ? MOST_TALL : DENSE_TALL;
-    int wider = rows <= WIDE_TALL || WIDE_TALL == tallest, most = wider ? WIDE_TALL : tallest;
+    int wider = rows <= WIDE_TALL || WIDE_TALL == tallest(kind), most = wider ? WIDE_TALL : tallest(kind);
     int count = (rows + most - 1) / most;
     for (int block = first; block < end;) {
         int wide = wider && end - block >= 4 ? 4 : 2;
@@ -306,21 +307,28 @@ static void round_rows(int rows, const float *x, int x_stride, int inputs, uint1
     team_meet(team);
 }
 
-/* How a product is cut: into pieces of blocks times groups of rows. */
+/* How a product is cut: into pieces of blocks times parts of the rows. `height` rows stay in the second cache; a part of
+   an unpacked matrix's rows is longer. */
 typedef struct {
-    int kind, blocks, rows, piece, pieces, group, groups;
+    int kind, blocks, rows, piece, pieces, height, part, parts;
 } Cut;
 
 static Cut cut_of(const Tiles *tiles, int kind, int rows, int threads) {
     Cut cut = {.kind = kind, .blocks = packed_blocks(tiles->matrix), .rows = rows};
-    int tall = kind == ROUNDED && ROUNDED_ROWS > DENSE_TALL ? 2 * ROUNDED_ROWS : DENSE_TALL;
-    cut.group = (int)(GROUP_BYTES / tiles->x_stride) / tall * tall;
-    if (cut.group < tall) cut.group = tall;
+    int tall = kind == ROUNDED && ROUNDED_ROWS > DENSE_TALL ? 2 * ROUNDED_ROWS : tallest(kind);
+    cut.height = (int)(HEIGHT_BYTES / tiles->x_stride) / tall * tall;
+    if (cut.height < tall) cut.height = tall;
     /* Pieces large enough to be read at memory's full speed, and some for each thread. */
     int piece = (cut.blocks + 8 * threads - 1) / (8 * threads);
     cut.piece = piece < 4 ? 4 : piece > 16 ? 16 : (piece + 3) / 4 * 4;
     cut.pieces = (cut.blocks + cut.piece - 1) / cut.piece;
-    cut.groups = unpacks(tiles->matrix, rows) ? 1 : (rows + cut.group - 1) / cut.group;
+    cut.part = cut.height;
+    if (unpacks(tiles->matrix, rows)) {
+        /* All rows at a time, unless that leaves threads without a piece. */
+        int wanted = (2 * threads + cut.pieces - 1) / cut.pieces, each = (rows + wanted - 1) / wanted;
+        cut.part = (each + cut.height - 1) / cut.height * cut.height;
+    }
+    cut.parts = (rows + cut.part - 1) / cut.part;
     return cut;
 }
 
@@ -342,8 +350,9 @@ static void unpack(const Matrix *matrix, int block, int rounds, float *to) {
 #undef UNPACK
 }
 
-/* Blocks first .. end-1 of a quantized matrix with all rows: as floats they stay in the second cache meanwhile. */
-static void multiply_unpacked(const Tiles *tiles, const Cut *cut, int first, int end, float *unpacked) {
+/* Blocks first .. end-1 of a quantized matrix, which are unpacked a few at a time, with rows row .. row+rows-1. */
+static void multiply_unpacked(const Tiles *tiles, const Cut *cut, int first, int end, int row, int rows,
+                              float *unpacked) {
     const Matrix *matrix = tiles->matrix;
     Matrix part = {.packed = unpacked, .format = cut->kind == ROUNDED ? BFLOAT16 : FLOAT32, .inputs = matrix->inputs};
     for (int block = first; block < end; block += MOST_WIDE) {
@@ -354,18 +363,20 @@ static void multiply_unpacked(const Tiles *tiles, const Cut *cut, int first, int
         Tiles dense = *tiles;
         dense.matrix = &part;
         dense.y += (size_t)(tiles->how == SILU_MUL ? block / 2 : block) * LANES;
-        for (int row = 0; row < cut->rows; row += cut->group)
-            multiply_by_kind(&dense, cut->kind, 0, count, row, row + cut->group < cut->rows ? cut->group : cut->rows - row);
+        for (int done = 0; done < rows; done += cut->height)
+            multiply_by_kind(&dense, cut->kind, 0, count, row + done,
+                             done + cut->height < rows ? cut->height : rows - done);
     }
 }
 
 static void multiply_piece(const Tiles *tiles, const Cut *cut, int64_t index, float *unpacked) {
-    int first = (int)(index % cut->pieces) * cut->piece, row = (int)(index / cut->pieces) * cut->group;
+    int first = (int)(index % cut->pieces) * cut->piece, row = (int)(index / cut->pieces) * cut->part;
     int end = first + cut->piece < cut->blocks ? first + cut->piece : cut->blocks;
+    int rows = row + cut->part < cut->rows ? cut->part : cut->rows - row;
     if (unpacks(tiles->matrix, cut->rows))
-        multiply_unpacked(tiles, cut, first, end, unpacked);
+        multiply_unpacked(tiles, cut, first, end, row, rows, unpacked);
     else
-        multiply_by_kind(tiles, cut->kind, first, end, row, row + cut->group < cut->rows ? cut->group : cut->rows - row);
+        multiply_by_kind(tiles, cut->kind, first, end, row, rows);
 }
 
 void grouped_product(const Matrix *matrices, int count, const int32_t *first, const float *x, int x_stride, float *y,
@@ -394,7 +405,7 @@ void grouped_product(const Matrix *matrices, int count, const int32_t *first, co
             tiles.x_stride = rounded_stride;
         }
         Cut cut = cut_of(&tiles, kind, rows, team_size(team));
-        int64_t pieces = (int64_t)cut.pieces * cut.groups;
+        int64_t pieces = (int64_t)cut.pieces * cut.parts;
         for (; next < before + pieces; next = team_next(team)) multiply_piece(&tiles, &cut, next - before, unpacked);
         before += pieces;
     }

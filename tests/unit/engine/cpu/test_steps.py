@@ -40,19 +40,29 @@ BASE: dict[str, Any] = {
     "hidden_act": "silu",
     "dtype": "float32",
 }
+EXPERTS = BASE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 44,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+
+
+def packed(bits: int, group: int) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": group}
+
+
 CONFIGS = {
     "llama": BASE,
     "biased": BASE | {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
     "qwen3": BASE | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "tie_word_embeddings": True},
-    "experts": BASE
-    | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": 7,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 44,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [1],
-    },
+    "experts": EXPERTS,
+    "int4": BASE | {"quantization_config": packed(4, 10)},
+    "int8 experts": EXPERTS | {"quantization_config": packed(8, -1)},
+    "fp8": BASE
+    | {"head_dim": 32, "quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 24]}},
     "window": BASE
     | {"architectures": ["MistralForCausalLM"], "sliding_window": 21, "num_key_value_heads": 6},
 }

@@ -200,6 +200,7 @@ def test_gptq_s_zero_of_nothing_borrows_from_the_next(tmp_path: Path) -> None:
     matrix = source.take_quantized(name)
     assert matrix is not None
     assert torch.equal(matrix.multiplied(torch.float32), meant[name])
+    source.close()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -212,7 +213,6 @@ def test_what_is_kept_is_what_is_meant(tmp_path: Path, case: str) -> None:
         assert (matrix is not None) == kept, name
         if matrix is not None:
             assert torch.equal(matrix.multiplied(torch.float32), expected), name
-    source.close()
     source.close()
 
 
