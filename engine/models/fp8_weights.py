@@ -52,21 +52,8 @@ class Fp8Format:
         whole_or_rows = [(), (1,), (1, 1), (outputs,), (outputs, 1)]
         return tuple(scale) in whole_or_rows or tuple(scale) == self._blocks(outputs, inputs)
 
-    def multiplied(self, weight_OI: Tensor, scale: Tensor) -> Tensor:
-        """The weights [O, I] in float32."""
-        wide_OI, scale = weight_OI.to(torch.float32), scale.to(torch.float32)
-        if scale.numel() == 1:
-            return wide_OI * scale.reshape(())
-        outputs, inputs = wide_OI.shape
-        if scale.shape[1:].numel() == 1 and len(scale) == outputs:
-            return wide_OI * scale.reshape(outputs, 1)
-        assert self.block is not None
-        rows, columns = self.block
-        each_OI = scale.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
-        return wide_OI * each_OI
-
     def kept(self, weight_OI: Tensor, scale: Tensor) -> QuantizedMatrix:
-        """The same weights as `multiplied` makes, in fp8; each row has its own scales."""
+        """The matrix in fp8; each row has its own scales."""
         outputs, inputs = weight_OI.shape
         scale = scale.to(torch.float32)
         if scale.numel() == 1:

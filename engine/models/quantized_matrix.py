@@ -52,6 +52,9 @@ class QuantizedMatrix:
         return self._with(lambda tensor: as_bytes(rows, tensor))
 
     def _of_each(self, blocks_OB: Tensor) -> Tensor:
+        """[O, I], or [O, 1] where a row has one."""
+        if blocks_OB.shape[1] == 1:
+            return blocks_OB
         return blocks_OB.repeat_interleave(self.columns, 1)[:, : self.values_OI.shape[1]]
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> QuantizedMatrix:

@@ -128,12 +128,7 @@ class CheckpointWeights:
         if name in self._packed_of:
             assert self._packed is not None
             return self._packed.kept(self._packed_tensors(name), *self._shapes[name])
-        scale_name = self._scale_of(name)
-        if scale_name is None:
-            return None
-        assert self._fp8 is not None
-        scale = self._file_of[scale_name].get_tensor(scale_name)
-        return self._fp8.kept(self._file_of[name].get_tensor(name), scale)
+        return self._fp8_matrix(name)
 
     def close(self) -> None:
         self._stack.close()
@@ -164,12 +159,16 @@ class CheckpointWeights:
         if name in self._packed_of:
             assert self._packed is not None
             return self._packed.multiplied(self._packed_tensors(name), *self._shapes[name])
+        matrix = self._fp8_matrix(name)
+        return None if matrix is None else matrix.multiplied(torch.float32)
+
+    def _fp8_matrix(self, name: str) -> QuantizedMatrix | None:
         scale_name = self._scale_of(name)
         if scale_name is None:
             return None
         assert self._fp8 is not None
         scale = self._file_of[scale_name].get_tensor(scale_name)
-        return self._fp8.multiplied(self._file_of[name].get_tensor(name), scale)
+        return self._fp8.kept(self._file_of[name].get_tensor(name), scale)
 
     def _check_packed(self, directory: Path) -> set[str]:
         """Checks the shapes of packed integers, and returns the names of all tensors that belong to them. Some packers
