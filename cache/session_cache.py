@@ -110,7 +110,7 @@ class SessionAwareCache:
         return len(self._slots)
 
     def empty_chain(self, namespace: str) -> TokenChain:
-        """The chain of a sequence of this tenant without any token yet. Safe on any thread."""
+        """The chain of a sequence of this namespace without any token yet. Safe on any thread."""
         return self._inner.identity.chain(namespace, self.page_size)
 
     def match_prefix(

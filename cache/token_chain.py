@@ -1,8 +1,8 @@
 """TokenChain: which KV a sequence's pages hold. Each page has a chain hash; equal hash, equal KV.
 
 A page's KV depends on every token before its end, on the model, and on how KV is kept. Its chain hash depends on the
-same: h(i) = BLAKE2b(key, h(i-1), tokens of page i), 16 bytes. The root, h(-1), is made of the tenant and the adapter;
-the key is made of the rest of the KVIdentity and the page size.
+same: h(i) = BLAKE2b(key, h(i-1), tokens of page i), 16 bytes. The root, h(-1), is made of the namespace: tenants, and
+what is applied to the weights. The key is made of the KVIdentity and the page size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from cache.distinct_tokens import DistinctTokens
 
 DIGEST_BYTES = 16
-_SCHEME = "kedge-kv-1"
+_SCHEME = "kedge-kv-2"
 _TOKEN = np.dtype("<u4")  # on every machine, since replicas compare hashes
 _TYPECODE = next(code for code in "IL" if array(code).itemsize == _TOKEN.itemsize)
 
@@ -34,23 +34,22 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVIdentity:
-    """Everything that KV depends on except tenant and tokens.
+    """Everything that KV depends on except namespace and tokens.
 
     `weights` is the fingerprint of the model's weights, `kv_format` says how a token's KV is kept (types, heads,
-    sizes), `adapter` names what is applied to the weights (nothing yet). Replicas that agree on all of it give equal
-    pages equal hashes. The key is made of these values, so it is no secret. Since the tenant is in every hash, it takes
-    2**128 tries to find a page of one tenant that has the hash of another's.
+    sizes). Replicas that agree on both give equal pages equal hashes. The key is made of these values, so it is no
+    secret. Since the namespace is in every hash, it takes 2**128 tries to find a page of one tenant that has the hash
+    of another's.
     """
 
     weights: str = ""
     kv_format: str = ""
-    adapter: str = ""
 
-    def chain(self, tenant: str, page_size: int) -> TokenChain:
-        """The empty chain of a sequence of this tenant."""
+    def chain(self, namespace: str, page_size: int) -> TokenChain:
+        """The empty chain of a sequence of this namespace."""
         kept = json.dumps([_SCHEME, self.weights, self.kv_format, page_size])
         key = blake2b(kept.encode(), digest_size=32).digest()
-        owner = json.dumps([tenant, self.adapter])
+        owner = json.dumps(namespace)
         root = blake2b(owner.encode(), key=key, digest_size=DIGEST_BYTES, person=b"kedge-kv-root")
         return TokenChain(key, root.digest(), page_size)
 
@@ -165,7 +164,7 @@ class TokenChain:
         return self._distinct.ids
 
     def common_len(self, other: TokenChain) -> int:
-        """How many leading tokens both have in common: 0 if they are of different tenants or models.
+        """How many leading tokens both have in common: 0 if they are of different namespaces or models.
 
         Looks at one hash if all agree, else at O(log pages), and at the tokens of one page.
         """

@@ -18,6 +18,8 @@ from cache.slots import KVPlace
 from cache.token_chain import TokenChain
 
 DEFAULT_MAX_NEW_TOKENS = 128
+ADAPTER_MARK = "\1"
+"""Inside the engine it ends an adapter's fingerprint, which namespaces of KV begin with."""
 
 
 class EngineError(Exception):
@@ -50,6 +52,12 @@ class RequestTooLarge(EngineError):
     """The request alone could never fit into the KV pool."""
 
     code = "request_too_large"
+
+
+class AdapterNotFound(EngineError):
+    """The engine has no adapter of that name."""
+
+    code = "model_not_found"
 
 
 class SessionBusy(EngineError):
@@ -205,6 +213,9 @@ class GenerateRequest:
     after them. The first delta repeats them. Log-probabilities are not computed for them, nor for the input of such a
     request.
 
+    Requests of the same `namespace` and `adapter` may use each other's KV. `adapter` is the name of one of the engine's
+    `adapters`; "" is none. No namespace has ADAPTER_MARK before its first NUL.
+
     `on_admitted` is called on the engine's thread each time the request begins to run, before its first step.
     """
 
@@ -216,6 +227,7 @@ class GenerateRequest:
     history_chain: TokenChain | None = None
     session_id: str | None = None
     namespace: str = ""
+    adapter: str = ""
     priority: int = 0
     logprobs: LogprobParams | None = None
     watcher: TextWatcher | None = None
@@ -342,9 +354,14 @@ class Engine(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The fingerprints of the adapters that requests may name."""
+
     def submit(self, request: GenerateRequest) -> None:
-        """Queues a request. Raises InvalidRequest, ContextLengthExceeded, RequestTooLarge, EngineOverloaded
-        or EngineStopped before anything is changed; afterwards the request always gets a final delta."""
+        """Queues a request. Raises InvalidRequest, ContextLengthExceeded, RequestTooLarge, AdapterNotFound,
+        EngineOverloaded or EngineStopped before anything is changed; afterwards the request always gets a final
+        delta."""
 
     def abort(self, request_id: str) -> None:
         """Ends the request at the next step with FinishReason.ABORT; unknown ids are ignored."""
@@ -373,9 +390,10 @@ class Engine(Protocol):
         SessionBusy while the parent or the child has a turn.
         """
 
-    def empty_chain(self, namespace: str) -> TokenChain:
-        """A chain for a history of this tenant that has no token yet. The owner of the history extends and cuts the
-        chain along with it and passes both. A turn then costs the same however long the history is."""
+    def empty_chain(self, namespace: str, adapter: str = "") -> TokenChain:
+        """A chain for a history that has no token yet, to be computed in this namespace with this adapter. The owner of
+        the history extends and cuts the chain along with it and passes both. A turn then costs the same however long
+        the history is. Raises AdapterNotFound."""
 
     def flush(self) -> Future[bool]:
         """Drops every cached prefix that no session holds. False, and nothing is done, while requests run."""

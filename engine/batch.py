@@ -77,6 +77,8 @@ class BatchItem:
     proposals. Either way the step verifies them. `input_logprobs_from` asks for the log-probability of each input token
     at absolute positions p with input_logprobs_from <= p <= start+len. The token at start+len is not among `token_ids`:
     the runner is given it in `next_token` if it is an input token.
+
+    `adapter` is the name of the adapter that its tokens are computed with; "" is none.
     """
 
     request_id: str
@@ -95,6 +97,7 @@ class BatchItem:
     top_input_logprobs: int = 0
     known_pages: int = 0
     known_window_pages: int = 0
+    adapter: str = ""
 
     @property
     def certain_len(self) -> int:

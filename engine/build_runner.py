@@ -148,6 +148,8 @@ def build_runner(
     pool = make_kv_pool(loaded.layout, cache, loaded.dtype, loaded.device, draft_bytes, room_bytes)
     with memory_for(loaded.device, "attention beside the KV pool", "cache, execution.attention"):
         attention = attention_of(loaded, pool, execution)
+    if loaded.adapters and attention.name != "cpu":
+        raise UnsupportedModel(f"model.adapters need execution.attention cpu, not {attention.name}")
     blocks = _pinned_blocks(cache.host_size_bytes // ranks.size, loaded.device) if on_gpu else None
     careful = careful_runner(loaded, pool, attention, draft, execution, open_disk(cache), blocks)
     if not on_gpu:
@@ -220,9 +222,11 @@ def careful_runner(
     }
     if disk is not None:
         about["disk"] = disk.path
+    if loaded.adapters:
+        about["adapters"] = ", ".join(loaded.adapters)
     return TorchRunner(
         loaded.model, pool, attention.items, loaded.vocab_size, loaded.max_context_len, drafter, copies,
-        about=about, identity=kv_identity(loaded, pool, draft),
+        about=about, identity=kv_identity(loaded, pool, draft), adapters=loaded.adapters,
     )  # fmt: skip
 
 

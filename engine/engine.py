@@ -6,8 +6,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TypeVar
 
 from cache.audit import AuditReport
@@ -17,6 +19,8 @@ from cache.session_cache import SessionAwareCache
 from cache.slots import KVPlace
 from cache.token_chain import TokenChain
 from engine.api import (
+    ADAPTER_MARK,
+    AdapterNotFound,
     DeltaSink,
     EngineOverloaded,
     EngineStats,
@@ -130,8 +134,14 @@ class LocalEngine:
             self._inbox.put(self._request_stop)
         self._driver.wake()
 
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        return self._facts.adapters
+
     def submit(self, request: GenerateRequest) -> None:
         check_request(request, self._limits)
+        if request.adapter:
+            request = replace(request, namespace=self._with_adapter(request.namespace, request.adapter))
         # Requests still in the inbox count as waiting: a burst within one step must not slip past the limit.
         if self._scheduler.num_waiting + self._inbox.qsize() >= self._settings.max_waiting:
             raise EngineOverloaded(f"{self._settings.max_waiting} requests are waiting already")
@@ -149,8 +159,8 @@ class LocalEngine:
             raise InvalidRequest(f"cannot rewind to {length} tokens", param="offset")
         return self._on_idle_session(session_id, lambda: self._cache.rewind_session(session_id, length))
 
-    def empty_chain(self, namespace: str) -> TokenChain:
-        return self._cache.empty_chain(namespace)
+    def empty_chain(self, namespace: str, adapter: str = "") -> TokenChain:
+        return self._cache.empty_chain(self._with_adapter(namespace, adapter) if adapter else namespace)
 
     def fork_session(
         self,
@@ -197,7 +207,10 @@ class LocalEngine:
             num_bytes = self._cache.kv_bytes(
                 self._scheduler.kv_in_turn(), facts.page_size_bytes, facts.window_page_size_bytes
             )
-            return KVCensus(num_bytes, self._cache.session_ids())
+            told: Counter[tuple[str, str]] = Counter()
+            for (namespace, tier), count in num_bytes.items():
+                told[self._without_adapter(namespace), tier] += count
+            return KVCensus(told, self._cache.session_ids())
 
         return self._call(operation)
 
@@ -333,6 +346,18 @@ class LocalEngine:
             operation()
 
         return self._call(checked)
+
+    def _with_adapter(self, namespace: str, adapter: str) -> str:
+        """The namespace for KV of this adapter: by its contents, since another engine may have another one of the same
+        name. Raises AdapterNotFound."""
+        fingerprint = self._facts.adapters.get(adapter)
+        if fingerprint is None:
+            raise AdapterNotFound(f"the adapter {adapter!r} is not loaded", param="model")
+        return f"{fingerprint}{ADAPTER_MARK}{namespace}"
+
+    def _without_adapter(self, namespace: str) -> str:
+        fingerprint, mark, rest = namespace.partition(ADAPTER_MARK)
+        return rest if mark and fingerprint in self._facts.adapters.values() else namespace
 
     def _refuse_in_turn(self, session_id: str) -> None:
         if self._scheduler.in_turn(session_id):

@@ -61,6 +61,7 @@ class ItemMaker:
             request.place if request.num_pending else None,
             kv.window.pages if kv.window is not None else None,
             None if last else request.tokens.at(end),
+            adapter=request.spec.adapter,
         )
         if self._speculates or self._mirrors_prompts:
             self._add_drafts(item, request, count, budget)

@@ -19,6 +19,14 @@ CPU_POOL_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """An adapter of the model (engine/models/adapters.py): what requests call it, and its directory or hub id."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSettings:
     """Which model, and how its weights are held.
 
@@ -36,6 +44,7 @@ class ModelSettings:
     num_threads: int | None = None
     revision: str | None = None
     keep_fp8: bool = False
+    adapters: tuple[AdapterSettings, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

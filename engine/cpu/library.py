@@ -114,6 +114,24 @@ class LayerC(Structure):
     )
 
 
+class UpdateC(Structure):
+    """Update of adapters.h."""
+
+    _fields_ = (("a", MatrixC), ("b", MatrixC))
+
+
+class AdaptersC(Structure):
+    """Adapters of adapters.h."""
+
+    _fields_ = (
+        ("updates", c_void_p),
+        ("first", POINTER(c_int32)),
+        ("whose", POINTER(c_int32)),
+        ("spans", c_int32),
+        ("num_layers", c_int32),
+    )
+
+
 class ModelC(Structure):
     """Model of decoder.c."""
 
@@ -165,7 +183,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "kedge_attention_layer": (c_int, (c_void_p,) * 8),
     "kedge_decoder_new": (c_void_p, (c_void_p,)),
     "kedge_decoder_free": (None, (c_void_p,)),
-    "kedge_decoder_step": (c_int, (c_void_p,) * 6),
+    "kedge_decoder_step": (c_int, (c_void_p,) * 7),
     "kedge_decoder_head": (c_int, (c_void_p, c_void_p, c_int, c_void_p, c_void_p)),
 }
 

@@ -8,6 +8,7 @@ Legend: N tokens, E hidden size, R rows of which logits are wanted, V vocabulary
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import Array, addressof
 from typing import Any, cast
 
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from engine.attention.cpu_backend import CpuAttention, CpuAttentionStep
 from engine.attention.interface import AttentionStep
+from engine.cpu.adapters import PackedAdapters
 from engine.cpu.library import (
     LARGEST_HEAD,
     MOST_WINDOWS,
+    AdaptersC,
     ExpertsC,
     HeadsC,
     LayerC,
@@ -29,31 +32,34 @@ from engine.cpu.library import (
     check,
 )
 from engine.cpu.matrix import PackedLinears, PackedMatrix
+from engine.models.adapters import Adapter
 from engine.models.decoder import Decoder, LayerParts
 from engine.models.linear import Linear
 from engine.models.mlp import Experts
-from engine.models.protocol import CausalModel
+from engine.models.protocol import AdapterRows, CausalModel
 
 
-def in_whole_steps(decoder: Decoder, linears: object) -> CausalModel:
-    """A WholeSteps around the decoder, or the decoder as it is if the compiled kernels cannot run it."""
+def in_whole_steps(decoder: Decoder, linears: object, adapters: Sequence[Adapter] = ()) -> CausalModel:
+    """A WholeSteps around the decoder, or the decoder as it is, without adapters, if the compiled kernels cannot run
+    it."""
     spec = decoder.spec
     if not isinstance(linears, PackedLinears):
         return decoder
     if spec.head_dim > LARGEST_HEAD or len(set(spec.windows)) > MOST_WINDOWS:
         return decoder
-    return WholeSteps(decoder, linears.workers)
+    return WholeSteps(decoder, linears.workers, PackedAdapters(adapters, spec, linears))
 
 
 class WholeSteps:
-    """A CausalModel: `decoder`, whose products are packed matrices, run by the kernels. With another kind of attention
-    the decoder runs its layers itself."""
+    """An AdaptedModel: `decoder`, whose products are packed matrices, run by the kernels. With another kind of
+    attention the decoder runs its layers itself, and has no adapters."""
 
-    def __init__(self, decoder: Decoder, workers: Workers) -> None:
+    def __init__(self, decoder: Decoder, workers: Workers, adapters: PackedAdapters) -> None:
         spec, c = decoder.spec, workers.kernels.c
         self.kernels = workers.kernels
         self._decoder = decoder
         self._workers = workers
+        self._adapters = adapters
         self._vocab_size = spec.vocab_size
         self._head = cast(PackedMatrix, decoder.head)
         self._kept: list[object] = []
@@ -81,13 +87,25 @@ class WholeSteps:
     def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: AttentionStep) -> Tensor:
         if not isinstance(attend, CpuAttentionStep):
             return self._decoder.forward(tokens_N, positions_N, attend)
+        return self._step(tokens_N, positions_N, attend, None)
+
+    def forward_adapted(
+        self, tokens_N: Tensor, positions_N: Tensor, attend: AttentionStep, rows: Sequence[AdapterRows]
+    ) -> Tensor:
+        assert isinstance(attend, CpuAttentionStep), "models with adapters have the kernels' attention"
+        assert sum(each.count for each in rows) == len(tokens_N)
+        return self._step(tokens_N, positions_N, attend, self._adapters.of_rows(rows))
+
+    def _step(
+        self, tokens_N: Tensor, positions_N: Tensor, attend: CpuAttentionStep, adapters: AdaptersC | None
+    ) -> Tensor:
         x_NE = self._decoder.embed(tokens_N)
         positions_N = positions_N.contiguous()
         assert len(x_NE) == len(positions_N) == attend.items_c.rows
         assert (x_NE.dtype, positions_N.dtype) == (torch.float32, torch.int64)
         outcome = self._workers.kernels.c.kedge_decoder_step(
             self._handle, self._workers.team, addressof(attend.items_c), self._layers_of(attend.backend),
-            positions_N.data_ptr(), x_NE.data_ptr(),
+            positions_N.data_ptr(), None if adapters is None else addressof(adapters), x_NE.data_ptr(),
         )  # fmt: skip
         check(outcome, f"a step of {len(x_NE)} tokens")
         return x_NE

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from engine.cpu.matrix import PackedLinears
 from engine.cpu.steps import WholeSteps, in_whole_steps
 from engine.device import (
     activation_dtype,
@@ -22,6 +23,7 @@ from engine.device import (
     use_cpu_threads,
 )
 from engine.kernels.choose import triton_build, triton_trouble
+from engine.models.adapters import read_adapters
 from engine.models.config import ModelSpec, parse_spec, read_config, read_json
 from engine.models.decoder import Decoder
 from engine.models.device_linear import FixedLinears, Linears, choose_linears
@@ -31,7 +33,7 @@ from engine.models.hub import find_model
 from engine.models.linear import LinearFactory
 from engine.models.measured_linear import MeasuredGated
 from engine.models.ops import DecoderOps, TorchOps
-from engine.models.protocol import CausalModel
+from engine.models.protocol import AdaptedModel, CausalModel
 from engine.models.quantized_matrix import QuantizedLinears
 from engine.models.shares import Shares
 from engine.models.weights import CHECKPOINT_DTYPES, CheckpointWeights, DummyWeights, weight_files
@@ -54,7 +56,8 @@ class LoadedModel:
     `weights_dtype` is how they are held here, but for matrices that stay as they are stored (`keeps_quantized`).
     `sinks` is the most heads with attention sinks of a layer, `group` how many query heads of a native model share a
     key head. If the model was loaded to be `deterministic`, that is the build of the kernels whose order of sums it
-    has."""
+    has. `adapters` are the fingerprints of those that requests may name; the model is an AdaptedModel if there are
+    any."""
 
     model: CausalModel
     layout: KVLayout
@@ -71,6 +74,7 @@ class LoadedModel:
     keeps_quantized: bool = False
     deterministic: str | None = None
     about: Mapping[str, str] = field(default_factory=dict)
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 def load_model(
@@ -104,6 +108,8 @@ def load_model(
             ) from refusal
         if deterministic:
             raise UnsupportedModel(f"execution.deterministic is for native models ({refusal})") from refusal
+        if settings.adapters:
+            raise UnsupportedModel(f"model.adapters are for native models ({refusal})") from refusal
         return _load_bridged(directory, config, settings, device, refusal)
     if deterministic and ranks.size > 1:
         raise UnsupportedModel(f"execution.deterministic: {ranks.size} ranks sum in an order of their own")
@@ -158,7 +164,12 @@ def _load_native(
         else:
             with closing(CheckpointWeights(directory, whole, weights_dtype, device, shares)) as source:
                 model = Decoder(spec, source, linears, device, dtype, ops, ranks)
-        runs = model if ranks.size > 1 else in_whole_steps(model, linears)
+        adapters = read_adapters(settings.adapters, whole, weights_dtype)
+        runs = model if ranks.size > 1 else in_whole_steps(model, linears, adapters)
+    if adapters and not isinstance(runs, AdaptedModel):
+        raise UnsupportedModel(
+            f"model.adapters need the compiled CPU kernels: {_why_not_whole(ranks, linears)}"
+        )
     return LoadedModel(
         model=runs,
         layout=spec.kv_layout,
@@ -173,7 +184,17 @@ def _load_native(
         group=spec.num_heads // spec.num_kv_heads,
         keeps_quantized=spec.is_quantized and ranks.size == 1 and isinstance(linears, QuantizedLinears),
         about=linears.describe(),
+        adapters={adapter.name: adapter.fingerprint for adapter in adapters},
     )
+
+
+def _why_not_whole(ranks: RankGroup, linears: Linears) -> str:
+    """Why a model does not run in whole steps."""
+    if ranks.size > 1:
+        return f"tensor_parallel {ranks.size} runs without them"
+    if not isinstance(linears, PackedLinears):
+        return linears.describe().get("linear_reason", "the products are given")
+    return "they cannot run this model's steps"
 
 
 def _keeping_fp8(

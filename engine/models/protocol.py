@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -20,3 +22,21 @@ class CausalModel(Protocol):
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """Scores of the next token [R, V], in the type of the activations or in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """The next `count` rows of a step have this adapter; "" is none."""
+
+    adapter: str
+    count: int
+
+
+@runtime_checkable
+class AdaptedModel(CausalModel, Protocol):
+    """A CausalModel whose rows may have adapters (engine/models/adapters.py)."""
+
+    def forward_adapted(
+        self, tokens_N: Tensor, positions_N: Tensor, attend: AttentionStep, rows: Sequence[AdapterRows]
+    ) -> Tensor:
+        """The same as `forward`, each row with its adapter."""

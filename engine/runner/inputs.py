@@ -6,7 +6,9 @@ them); R rows whose logits pick a token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from engine.attention.interface import AttentionItem
 from engine.batch import BatchItem, ScheduledBatch
+from engine.models.protocol import AdapterRows
 
 
 @dataclass(slots=True)
@@ -50,6 +53,16 @@ def sample_rows(items: list[BatchItem]) -> list[int]:
         if item.sample is not None:
             rows.extend(range(end - 1 - item.num_drafts, end))
     return rows
+
+
+def adapter_rows(items: Sequence[BatchItem]) -> list[AdapterRows] | None:
+    """Which rows have which adapter; None if none has one."""
+    if not any(item.adapter for item in items):
+        return None
+    return [
+        AdapterRows(adapter, sum(len(item.token_ids) for item in group))
+        for adapter, group in groupby(items, key=lambda item: item.adapter)
+    ]
 
 
 def _decode_inputs(items: list[BatchItem], page_size: int, device: torch.device) -> ModelInputs:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from cache.tiers import PoolPages
@@ -41,7 +42,7 @@ class RunnerFacts:
     over all layers with a sliding window, which have a pool of their own. `window_len` is the widest window in tokens,
     None without such layers. `runs_ahead`: it pays to launch a batch before the result of the previous one is taken; at
     most two are in flight at any time. `identity` is that of the KV it makes; its `weights` are the fingerprint of the
-    model.
+    model. `adapters` are the fingerprints of the adapters that items may name.
     """
 
     num_pages: int
@@ -54,6 +55,7 @@ class RunnerFacts:
     window_page_size_bytes: int = 0
     runs_ahead: bool = False
     identity: KVIdentity = ANY_KV
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 class Runner(Protocol):

@@ -17,10 +17,10 @@ from engine.api import TokenLogprob
 from engine.attention.interface import AttentionBackend
 from engine.batch import BatchItem, ItemOutput, ModelOutput, ScheduledBatch
 from engine.device import device_name, dtype_name
-from engine.models.protocol import CausalModel
+from engine.models.protocol import AdaptedModel, CausalModel
 from engine.runner.draft_model import DraftModel
 from engine.runner.host_copies import HostCopies
-from engine.runner.inputs import make_inputs
+from engine.runner.inputs import adapter_rows, make_inputs
 from engine.runner.kv_pool import KVPool
 from engine.runner.penalties import PenaltyTable
 from engine.runner.protocol import Done, RunnerFacts
@@ -51,13 +51,14 @@ class TorchRunner:
         *,
         about: Mapping[str, str | int | float | bool] | None = None,
         identity: KVIdentity = ANY_KV,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
         self._attention = attention
         self._vocab_size = vocab_size
         self._draft = draft
-        self.facts = _facts(pool, draft, vocab_size, max_context_len, identity)
+        self.facts = _facts(pool, draft, vocab_size, max_context_len, identity, adapters or {})
         if draft is not None:
             draft.check_fits(vocab_size, pool.full)
         self._copies = copies or HostCopies.of(pool, None if draft is None else draft.kv)
@@ -97,9 +98,23 @@ class TorchRunner:
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> ModelOutput:
         """One step of a batch whose tokens are all known, proposals included."""
+        if not any(item.adapter for item in batch.items):
+            return self._run(batch)
+        places = sorted(range(len(batch.items)), key=lambda place: batch.items[place].adapter)
+        outputs = self._run(ScheduledBatch([batch.items[place] for place in places])).items
+        found = dict(zip(places, outputs, strict=True))
+        return ModelOutput([found[place] for place in range(len(places))])
+
+    def _run(self, batch: ScheduledBatch) -> ModelOutput:
+        """The same for a batch in which the items of each adapter stand together."""
         inputs = make_inputs(batch, self._pool.page_size, self._device)
         attend = self._attention.begin(inputs.attention, inputs.slots_PN)
-        hidden_NE = self._model.forward(inputs.tokens_N, inputs.positions_N, attend)
+        rows = adapter_rows(batch.items)
+        if rows is None:
+            hidden_NE = self._model.forward(inputs.tokens_N, inputs.positions_N, attend)
+        else:
+            assert isinstance(self._model, AdaptedModel)
+            hidden_NE = self._model.forward_adapted(inputs.tokens_N, inputs.positions_N, attend, rows)
         hidden_RE = hidden_NE if inputs.sample_rows_R is None else hidden_NE[inputs.sample_rows_R]
         outputs = self._choose(batch.items, hidden_RE)
         self._score_inputs(batch.items, hidden_NE, outputs)
@@ -161,7 +176,12 @@ class TorchRunner:
 
 
 def _facts(
-    pool: KVPool, draft: DraftModel | None, vocab_size: int, max_context_len: int, identity: KVIdentity
+    pool: KVPool,
+    draft: DraftModel | None,
+    vocab_size: int,
+    max_context_len: int,
+    identity: KVIdentity,
+    adapters: Mapping[str, str],
 ) -> RunnerFacts:
     window = pool.window
     return RunnerFacts(
@@ -174,4 +194,5 @@ def _facts(
         num_window_pages=0 if window is None else window.num_pages,
         window_page_size_bytes=0 if window is None else window.page_size_bytes,
         identity=identity,
+        adapters=adapters,
     )

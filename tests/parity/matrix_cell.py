@@ -53,6 +53,8 @@ class Cell:
     seed: int
     top: int = 0
     """Number of likely tokens whose log-probabilities every request asks for; 0 leaves it to chance whether it asks."""
+    adapters: tuple[str, ...] = ()
+    """Each request has one of these; none has one if it is empty."""
 
 
 @dataclass
@@ -74,6 +76,7 @@ class Scored:
     start: int
     logprobs: list[TokenLogprob]
     what: str
+    adapter: str = ""
 
 
 class CellRun:
@@ -178,8 +181,18 @@ class CellRun:
             f"{session_id or 'plain'}/{self._names}", new_tokens,
             SamplingParams(max_new_tokens, temperature=0.0, stop_token_ids=stops),
             history=history, history_len=len(history), session_id=session_id, logprobs=logprobs,
-            priority=self.rng.randrange(2),
+            priority=self.rng.randrange(2), adapter=self._adapter(session_id),
         )  # fmt: skip
+
+    def _adapter(self, session_id: str | None) -> str:
+        """A session has an adapter of its own, which it leaves now and then for a turn with another one."""
+        adapters = self.cell.adapters
+        if not adapters:
+            return ""
+        if session_id is None or self.rng.random() < 0.1:
+            self.events["other adapter"] += 1
+            return self.rng.choice(adapters)
+        return adapters[int(session_id[1:]) % len(adapters)]
 
     def _retract(self) -> None:
         running = [request.request_id for request in self.engine._scheduler._running]
@@ -217,10 +230,12 @@ class CellRun:
         assert not set(flight.output[:-1]) & spec.sampling.stop_token_ids, "went on past a stop"
         prompt = [*spec.history[: spec.history_len], *spec.new_tokens]
         assert len(prompt) + len(flight.output) <= CONTEXT
-        self.finished.append(Finished(prompt + flight.output, len(prompt), spec.request_id, flight.logprobs))
+        self.finished.append(
+            Finished(prompt + flight.output, len(prompt), spec.request_id, flight.logprobs, spec.adapter)
+        )
         start = spec.logprobs.input_start if spec.logprobs is not None else None
         if start is not None:
-            self.scored.append(Scored(prompt, start, flight.input_logprobs, spec.request_id))
+            self.scored.append(Scored(prompt, start, flight.input_logprobs, spec.request_id, spec.adapter))
         if spec.session_id is not None:
             self.histories[spec.session_id] = prompt + flight.output
 

@@ -86,6 +86,7 @@ class Finished:
     prompt_len: int
     what: str
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    adapter: str = ""
 
 
 @dataclass

@@ -151,7 +151,13 @@ class SinglePasses:
         self._deltas.clear()
         asked = LogprobParams(output=True, top=VOCAB, input_start=finished.prompt_len - 1)
         self._engine.submit(
-            GenerateRequest("again", finished.tokens[:-1], SamplingParams(1, temperature=0.0), logprobs=asked)
+            GenerateRequest(
+                "again",
+                finished.tokens[:-1],
+                SamplingParams(1, temperature=0.0),
+                logprobs=asked,
+                adapter=finished.adapter,
+            )
         )
         self._engine._drain_inbox(block=False)
         while self._engine.step():

@@ -2,6 +2,7 @@
 
 #include "vectors.h"
 
+#include "adapters.h"
 #include "attention.h"
 #include "experts.h"
 #include "memory.h"
@@ -80,8 +81,9 @@ typedef struct {
     const LayerKV *kv;
     const int64_t *positions;
     const Tiling **tilings; /* by layer */
-    int rows, x_width, qkv_width, heads_width, inner_width;
-    float *given, *x, *normed, *qkv, *attended, *inner, *partials;
+    const Adapters *adapters; /* NULL if no row has one */
+    int rows, x_width, qkv_width, heads_width, inner_width, update_width;
+    float *given, *x, *normed, *qkv, *attended, *inner, *updated, *partials;
     void *scratch, *experts;
 } Step;
 
@@ -113,17 +115,44 @@ static void turn_heads(const Step *step, const Layer *layer, const LayerKV *kv, 
     team_meet(team);
 }
 
-static void run_mlp(const Step *step, const Layer *layer, Team *team, int thread) {
+/* After a product, for which the threads have met. */
+static void update(const Step *step, int layer, int target, const float *x, int x_stride, float *y, int y_stride,
+                   Team *team, int thread) {
+    if (step->adapters == NULL) return;
+    add_updates(step->adapters, layer, target, x, x_stride, y, y_stride, step->updated, step->update_width, step->scratch,
+                team, thread);
+}
+
+/* Of rows of paired blocks, in their place. */
+static void activate(const Step *step, int width, Team *team, int thread) {
+    int first, end;
+    team_share(team, thread, step->rows, &first, &end);
+    for (int row = first; row < end; row++) {
+        float *inner = step->inner + (size_t)row * (size_t)step->inner_width;
+        for (int i = 0; i < width; i += LANES)
+            store(inner + i, silu_mul(load(inner + 2 * i), load(inner + 2 * i + LANES)));
+    }
+    team_meet(team);
+}
+
+static void run_mlp(const Step *step, int index, Team *team, int thread) {
+    const Layer *layer = &step->model->layers[index];
     int rows = step->rows;
     if (layer->experts != NULL) {
         add_experts(layer->experts, rows, step->normed, step->x, step->x_width, step->experts, step->scratch, team, thread);
         return;
     }
-    product(layer->gate_up, rows, step->normed, step->x_width, step->inner, step->inner_width, SILU_MUL, step->scratch,
-            team, thread);
+    int updated = step->adapters != NULL && is_updated(step->adapters, index, GATE_UP);
+    product(layer->gate_up, rows, step->normed, step->x_width, step->inner, step->inner_width,
+            updated ? STORE : SILU_MUL, step->scratch, team, thread);
     team_meet(team);
+    if (updated) {
+        update(step, index, GATE_UP, step->normed, step->x_width, step->inner, step->inner_width, team, thread);
+        activate(step, product_width(layer->gate_up), team, thread);
+    }
     product(layer->down, rows, step->inner, step->inner_width, step->x, step->x_width, ADD, step->scratch, team, thread);
     team_meet(team);
+    update(step, index, DOWN, step->inner, step->inner_width, step->x, step->x_width, team, thread);
 }
 
 static void run_layer(const Step *step, int index, Team *team, int thread) {
@@ -134,14 +163,16 @@ static void run_layer(const Step *step, int index, Team *team, int thread) {
     norm_rows(step, layer->attention_norm, team, thread);
     product(layer->qkv, rows, step->normed, step->x_width, step->qkv, step->qkv_width, STORE, step->scratch, team, thread);
     team_meet(team);
+    update(step, index, QKV, step->normed, step->x_width, step->qkv, step->qkv_width, team, thread);
     turn_heads(step, layer, kv, team, thread);
     attend(step->tilings[index], step->items, model->heads, kv, step->qkv, (size_t)step->qkv_width, step->attended,
            (size_t)step->heads_width, step->partials, team);
     team_meet(team);
     product(layer->out, rows, step->attended, step->heads_width, step->x, step->x_width, ADD, step->scratch, team, thread);
     team_meet(team);
+    update(step, index, OUT, step->attended, step->heads_width, step->x, step->x_width, team, thread);
     norm_rows(step, layer->mlp_norm, team, thread);
-    run_mlp(step, layer, team, thread);
+    run_mlp(step, index, team, thread);
 }
 
 static void copy_rows(const Step *step, int out, Team *team, int thread) {
@@ -227,6 +258,7 @@ static size_t lay_out(Step *step, char *base, Needs needs, size_t partials) {
     step->qkv = take(base, &used, rows * (size_t)step->qkv_width);
     step->attended = take(base, &used, rows * (size_t)step->heads_width);
     step->inner = take(base, &used, rows * (size_t)step->inner_width);
+    step->updated = take(base, &used, rows * (size_t)step->update_width);
     step->scratch = take(base, &used, needs.scratch);
     step->experts = take(base, &used, needs.experts);
     step->partials = take(base, &used, partials);
@@ -234,9 +266,10 @@ static size_t lay_out(Step *step, char *base, Needs needs, size_t partials) {
 }
 
 /* One step of `rows` tokens: `x` [rows][hidden] comes with their embeddings and leaves with the last layer's output.
-   `kv` is by layer. Gives an Outcome: after all but DONE x and the pool are as they were. */
+   `kv` is by layer. `adapters` are those of the rows, or NULL. Gives an Outcome: after all but DONE x and the pool are
+   as they were. */
 API int kedge_decoder_step(Decoder *decoder, Team *team, const Items *items, const LayerKV *kv, const int64_t *positions,
-                           float *x) {
+                           const Adapters *adapters, float *x) {
     const Model *model = &decoder->model;
     const Layer *layer = model->layers;
     const Tiling *tilings[model->num_layers + 1];
@@ -250,10 +283,16 @@ API int kedge_decoder_step(Decoder *decoder, Team *team, const Items *items, con
     for (int row = 0; row < items->rows; row++)
         if (positions[row] < 0 || positions[row] >= model->num_positions) return BAD_POSITION;
     Step step = {.model = model, .items = items, .kv = kv, .positions = positions, .tilings = tilings,
-                 .rows = items->rows, .x_width = product_width(layer->out), .qkv_width = product_width(layer->qkv),
+                 .adapters = adapters, .rows = items->rows, .x_width = product_width(layer->out), .qkv_width = product_width(layer->qkv),
                  .heads_width = PADDED(model->heads.heads * model->heads.head_dim), .given = x};
     Needs needs = needs_of(model, step.rows, step.x_width, team_size(team));
     step.inner_width = (int)needs.inner_width;
+    if (adapters != NULL) {
+        UpdateNeeds updates = update_needs(adapters, team_size(team));
+        needs.scratch = larger_of(needs.scratch, updates.scratch / sizeof(float) + 1);
+        step.update_width = (int)updates.width;
+        step.inner_width *= 2; /* gate and up are updated before they are one */
+    }
     if (!reserve(&decoder->memory, lay_out(&step, NULL, needs, partials))) return NO_MEMORY;
     lay_out(&step, decoder->memory.at, needs, partials);
     team_run(team, run_step, &step);

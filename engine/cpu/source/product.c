@@ -97,8 +97,7 @@ INLINE void finish(const Tiles *tiles, int block, int row, const int wide, const
         float *y = tiles->y + (size_t)(row + n) * tiles->y_stride;
         if (tiles->how == SILU_MUL) {
             UNROLL for (int o = 0; o + 1 < wide; o += 2) {
-                Floats gate = sums[o][n], up = sums[o + 1][n];
-                store(y + (size_t)(block + o) / 2 * LANES, gate / (1.0f + exponential(-gate)) * up);
+                store(y + (size_t)(block + o) / 2 * LANES, silu_mul(sums[o][n], sums[o + 1][n]));
             }
             continue;
         }

@@ -133,6 +133,9 @@ INLINE Floats exponential(Floats x) {
     return choose(vanishes, every(0), sum * scale);
 }
 
+/* silu(gate) * up */
+INLINE Floats silu_mul(Floats gate, Floats up) { return gate / (1.0f + exponential(-gate)) * up; }
+
 /* To bfloat16, to the nearest, ties to even. Not for NaN. */
 INLINE uint16_t round_to_bfloat16(float value) {
     uint32_t bits;
