@@ -22,7 +22,10 @@ from controllers.turns import Fork, Replay, Turn
 
 @dataclass(slots=True, eq=False)
 class HeldSession:
+    """`chain` is made for `adapter`, that of the last turn."""
+
     epoch: int
+    tenant: str
     chain: HistoryChain
     turns: int
     timeout_s: float
@@ -30,6 +33,7 @@ class HeldSession:
     results: OrderedDict[str, StoredResult]
     idle_since_s: float
     tools: str | None
+    adapter: str = ""
     open_key: str | None = None
     turn: Turn | Fork | None = None
     closing: bool = False

@@ -26,5 +26,5 @@ class HistoryChain(Protocol):
         """A new history that consists of the first `length` tokens of this one."""
 
 
-ChainMaker = Callable[[str], HistoryChain]
-"""Makes an empty history for a tenant."""
+ChainMaker = Callable[[str, str], HistoryChain]
+"""Makes an empty history for a tenant and an adapter of the model ("" is none)."""

@@ -98,7 +98,7 @@ class SessionController:
         history = unpack_tokens(record.history)
         if self._model is not None:
             self._model.check(record.session_id, record.model, history)
-        chain = self._make_chain(record.tenant)
+        chain = self._make_chain(record.tenant, "")
         chain.extend(history)
         self._hold(record, chain)
 
@@ -123,13 +123,15 @@ class SessionController:
         tools: str | None = None,
         cuttable: bool = False,
         expected_turn: int | None = None,
+        adapter: str = "",
     ) -> Turn | Replay:
         """Starts a turn, or returns the stored result if a turn with the idempotency key ran before.
 
         `rewind_to` is the number of history tokens to keep. `digest` identifies the request: a replay with another
         digest is refused. `tools` identifies the tools that the turn names (None: none). If there is a history, they
         must be those that it begins with. `cuttable`: the turn may still be cut (`cut_turn`), so it may begin in a full
-        session.
+        session. `adapter`: with which adapter the model runs the turn. If that is another one than that of the turn
+        before, the history's chain is made anew, which costs the history's length.
 
         Raises SessionNotFound, StaleEpoch, IdempotencyConflict, SessionClosing, TurnInFlight, SessionIsTree,
         TurnDiffers if it is not the `expected_turn` (None: any), InvalidRewind, ToolsDiffer and CapacityExceeded. After
@@ -151,6 +153,7 @@ class SessionController:
         room_tokens = room_tokens_behind(session, history_len)
         if room_tokens is not None and room_tokens < 1 and not cuttable:
             raise capacity_error(session_id, session.capacity_tokens, history_len + 1)
+        self._chain_for(session, adapter)
         session.turn = Turn(
             session_id=session_id,
             epoch=epoch,
@@ -226,7 +229,7 @@ class SessionController:
         if namesake is None or (namesake.epoch < child.epoch and namesake.turn is None):
             places = tuple(each for each in parent.checkpoints if each.length <= fork.history_len)
             record = replace(child, tools=parent.tools, checkpoints=places, whole=parent.whole)
-            self._hold(record, fork.chain.prefix(fork.history_len))
+            self._hold(record, fork.chain.prefix(fork.history_len), parent.adapter)
         self._end_turn(fork.session_id, parent)
 
     def abort_fork(self, fork: Fork) -> None:
@@ -401,9 +404,18 @@ class SessionController:
             raise StaleEpoch(f"{named(session_id)} is held at epoch {session.epoch}, not {epoch}")
         return session
 
-    def _hold(self, record: SessionRecord, chain: HistoryChain) -> None:
+    def _chain_for(self, session: HeldSession, adapter: str) -> None:
+        if session.adapter == adapter:
+            return
+        chain = self._make_chain(session.tenant, adapter)
+        chain.extend(session.chain.tokens)
+        session.chain, session.adapter = chain, adapter
+
+    def _hold(self, record: SessionRecord, chain: HistoryChain, adapter: str = "") -> None:
         self._sessions[record.session_id] = HeldSession(
             epoch=record.epoch,
+            tenant=record.tenant,
+            adapter=adapter,
             chain=chain,
             turns=record.turns,
             timeout_s=self._default_timeout_s if record.timeout_s is None else record.timeout_s,

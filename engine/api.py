@@ -54,10 +54,10 @@ class RequestTooLarge(EngineError):
     code = "request_too_large"
 
 
-class AdapterNotFound(EngineError):
-    """The engine has no adapter of that name."""
+class AdapterNotLoaded(EngineError):
+    """The engine has no adapter of that name. An engine with other settings may have it."""
 
-    code = "model_not_found"
+    code = "adapter_not_loaded"
 
 
 class SessionBusy(EngineError):
@@ -359,7 +359,7 @@ class Engine(Protocol):
         """The fingerprints of the adapters that requests may name."""
 
     def submit(self, request: GenerateRequest) -> None:
-        """Queues a request. Raises InvalidRequest, ContextLengthExceeded, RequestTooLarge, AdapterNotFound,
+        """Queues a request. Raises InvalidRequest, ContextLengthExceeded, RequestTooLarge, AdapterNotLoaded,
         EngineOverloaded or EngineStopped before anything is changed; afterwards the request always gets a final
         delta."""
 
@@ -393,7 +393,7 @@ class Engine(Protocol):
     def empty_chain(self, namespace: str, adapter: str = "") -> TokenChain:
         """A chain for a history that has no token yet, to be computed in this namespace with this adapter. The owner of
         the history extends and cuts the chain along with it and passes both. A turn then costs the same however long
-        the history is. Raises AdapterNotFound."""
+        the history is. Raises AdapterNotLoaded."""
 
     def flush(self) -> Future[bool]:
         """Drops every cached prefix that no session holds. False, and nothing is done, while requests run."""

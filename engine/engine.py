@@ -20,7 +20,7 @@ from cache.slots import KVPlace
 from cache.token_chain import TokenChain
 from engine.api import (
     ADAPTER_MARK,
-    AdapterNotFound,
+    AdapterNotLoaded,
     DeltaSink,
     EngineOverloaded,
     EngineStats,
@@ -349,10 +349,10 @@ class LocalEngine:
 
     def _with_adapter(self, namespace: str, adapter: str) -> str:
         """The namespace for KV of this adapter: by its contents, since another engine may have another one of the same
-        name. Raises AdapterNotFound."""
+        name. Raises AdapterNotLoaded."""
         fingerprint = self._facts.adapters.get(adapter)
         if fingerprint is None:
-            raise AdapterNotFound(f"the adapter {adapter!r} is not loaded", param="model")
+            raise AdapterNotLoaded(f"the adapter {adapter!r} is not loaded", param="model")
         return f"{fingerprint}{ADAPTER_MARK}{namespace}"
 
     def _without_adapter(self, namespace: str) -> str:

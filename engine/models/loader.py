@@ -167,9 +167,8 @@ def _load_native(
         adapters = read_adapters(settings.adapters, whole, weights_dtype)
         runs = model if ranks.size > 1 else in_whole_steps(model, linears, adapters)
     if adapters and not isinstance(runs, AdaptedModel):
-        raise UnsupportedModel(
-            f"model.adapters need the compiled CPU kernels: {_why_not_whole(ranks, linears)}"
-        )
+        reason = _why_not_whole(device, ranks, linears)
+        raise UnsupportedModel(f"model.adapters need the compiled CPU kernels: {reason}")
     return LoadedModel(
         model=runs,
         layout=spec.kv_layout,
@@ -188,8 +187,10 @@ def _load_native(
     )
 
 
-def _why_not_whole(ranks: RankGroup, linears: Linears) -> str:
+def _why_not_whole(device: torch.device, ranks: RankGroup, linears: Linears) -> str:
     """Why a model does not run in whole steps."""
+    if is_gpu(device):
+        return "the model is on a GPU (model.device)"
     if ranks.size > 1:
         return f"tensor_parallel {ranks.size} runs without them"
     if not isinstance(linears, PackedLinears):

@@ -89,7 +89,9 @@ class Conversations:
         wanted = self._unnamed if session is None else session.mode != "append"
         if not wanted or not isinstance(call.prompt, ChatPrompt) or not call.may_go_on:
             return call
-        call = replace(call, prompt=replace(call.prompt, said=said_in(call.prompt, call.tenant)))
+        call = replace(
+            call, prompt=replace(call.prompt, said=said_in(call.prompt, call.tenant, call.adapter))
+        )
         return call if self._durable_timeout_s is None else _in_session(call, self._durable_timeout_s)
 
     def affinity(self, call: TurnCall) -> Affinity:
@@ -139,11 +141,12 @@ class Conversations:
             holder.gone = True
 
 
-def said_in(prompt: ChatPrompt, tenant: str) -> tuple[Said, ...]:
+def said_in(prompt: ChatPrompt, tenant: str, adapter: str = "") -> tuple[Said, ...]:
     """The places before each answer and at the end. If there is a system message or a tool, the first place is after
     these. Reads each message once."""
     messages = prompt.messages
-    spoken = blake2b(_canonical((tenant, prompt.tools, prompt.template_kwargs)), digest_size=DIGEST_BYTES)
+    asked = (tenant, prompt.tools, prompt.template_kwargs, *_apart(adapter))
+    spoken = blake2b(_canonical(asked), digest_size=DIGEST_BYTES)
     num_head = head_len(messages)
     places = [Said(0, spoken.digest())] if prompt.tools and not num_head else []
     for count, message in enumerate(messages):
@@ -191,21 +194,27 @@ def _places(call: TurnCall) -> list[bytes]:
     if isinstance(prompt, ChatPrompt):
         whole = session is None or session.mode == "full"
         return [said.digest for said in prompt.said] if whole else []
-    return _beginnings(call.tenant, prompt) if session is None else []
+    return _beginnings(call, prompt) if session is None else []
 
 
-def _beginnings(tenant: str, prompt: TextPrompt | TokenPrompt) -> list[bytes]:
+def _beginnings(call: TurnCall, prompt: TextPrompt | TokenPrompt) -> list[bytes]:
     """The places of a prompt without messages: after each whole piece, a hash of everything up to there."""
     if isinstance(prompt, TextPrompt):
         kind, size, whole = "text", TEXT_PIECE_BYTES, prompt.text.encode("utf-8", "surrogatepass")
     else:
         kind, size, whole = "tokens", TOKEN_PIECE_BYTES, array("q", prompt.token_ids).tobytes()
-    read = blake2b(_canonical((tenant, kind)), digest_size=DIGEST_BYTES)
+    read = blake2b(_canonical((call.tenant, kind, *_apart(call.adapter))), digest_size=DIGEST_BYTES)
     places = []
     for start in range(0, len(whole) - size + 1, size):
         read.update(whole[start : start + size])
         places.append(read.digest())
     return places[:1] + places[1:][-MOST_SAID:]
+
+
+def _apart(adapter: str) -> tuple[str, ...]:
+    """What sets an adapter's places apart. Those of the model itself are as if there were no adapters: they are in the
+    log."""
+    return (adapter,) if adapter else ()
 
 
 def _canonical(value: Any) -> bytes:

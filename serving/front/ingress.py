@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 from fastapi import FastAPI
+from msgspec.structs import replace
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -40,6 +41,7 @@ from serving.front.turn_dispatch import TurnDispatcher
 from serving.garbage import settle
 from serving.logs.serve_log import log_with_serve
 from serving.settings.config import AppArgs
+from serving.settings.engine_args import ModelArgs
 from serving.trace.opening import front_traces, open_spans
 from serving.watch.metrics import IngressMetrics
 from serving.wire.calls import GetModelInfo
@@ -125,7 +127,7 @@ class Ingress:
         siblings = Siblings(place.ingresses, FIGURES_TIMEOUT_S)
         self._background = BackgroundResponses(siblings, most=args.ingress.max_background_responses)
         self._service = ClusterClient(
-            model=await _model_info(calls),
+            model=await _model_info(calls, args.model),
             replicas=calls,
             siblings=siblings,
             controller=controller,
@@ -284,8 +286,9 @@ async def actor_has_died(address: ReplicaAddress) -> bool:
     return False
 
 
-async def _model_info(calls: ReplicaCalls) -> ModelInfo:
-    """The served model. Asks until a replica answers: models may take minutes to load."""
+async def _model_info(calls: ReplicaCalls, settings: ModelArgs) -> ModelInfo:
+    """The served model. Asks until a replica answers: models may take minutes to load. During an update that may be one
+    with older settings, so names come from this ingress's own."""
     waits = False
     async with asyncio.timeout(START_TIMEOUT_S):
         while True:
@@ -298,4 +301,4 @@ async def _model_info(calls: ReplicaCalls) -> ModelInfo:
                 await asyncio.sleep(0.5)
             else:
                 assert isinstance(answer, ModelInfo)
-                return answer
+                return replace(answer, aliases=tuple(settings.aliases), adapters=settings.adapters)

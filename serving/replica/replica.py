@@ -305,6 +305,7 @@ class LLMReplica:
             reasoning=self._text.reasoning_format(self._args.model.reasoning),
             sampling=self._sampling,
             aliases=tuple(self._args.model.aliases),
+            adapters=self._args.model.adapters,
         )
 
     def _describe(self) -> dict[str, Any]:

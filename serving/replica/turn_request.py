@@ -17,7 +17,14 @@ from cache.token_chain import TokenChain
 from controllers.errors import CapacityExceeded, ModelChanged
 from controllers.session_keys import named
 from controllers.turns import Fork, Turn
-from engine.api import Engine, EngineOverloaded, GenerateRequest, SamplingParams, TokenConstraint
+from engine.api import (
+    AdapterNotLoaded,
+    Engine,
+    EngineOverloaded,
+    GenerateRequest,
+    SamplingParams,
+    TokenConstraint,
+)
 from serving.grammars.constraints import ConstraintCompiler
 from serving.grammars.strict_calls import StrictCallsConstraint
 from serving.replica.prompt_places import PlacedPrompt, PromptPlacer
@@ -62,6 +69,12 @@ class RequestBuilder:
         if call.strict_calls is not None:
             return await self._constraints.strict_calls(call.strict_calls, call.tenant)
         return None
+
+    def check_adapter(self, call: TurnCall) -> None:
+        """Raises AdapterNotLoaded. The front end knows the newest settings' adapters, and this replica may have older
+        settings."""
+        if call.adapter and call.adapter not in self._engine.adapters:
+            raise AdapterNotLoaded(f"This replica does not have the adapter {call.adapter!r}.", param="model")
 
     async def place(self, call: TurnCall, turn: Turn | None) -> PlacedPrompt:
         """The call's tokens, and how much of the turn's history they follow. Raises InvalidRequest,
@@ -110,6 +123,7 @@ class RequestBuilder:
             history_chain=history_chain(turn),
             session_id=turn.session_id if turn is not None and keeps_kv else None,
             namespace=_namespace(call),
+            adapter=call.adapter,
             priority=call.priority,
             logprobs=call.logprobs,
             watcher=output.watcher,
@@ -248,6 +262,7 @@ def _digest(call: TurnCall) -> str:
         call.bad_words,
         *shown,
         *(() if call.strict_calls is None else (call.strict_calls,)),
+        *((call.adapter,) if call.adapter else ()),
     )
     return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()
 

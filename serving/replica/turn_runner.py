@@ -204,6 +204,7 @@ class TurnRunner:
         started_s = self._clock()
         if (refusal := mismatch(call.wire_version, "front end")) is not None:
             raise ServiceError(refusal)
+        self._builder.check_adapter(call)
         constraint = await self._builder.constraint(call)
         if call.session is None:
             return await self._begin_unnamed(call, asker, started_s, constraint)
@@ -272,6 +273,7 @@ class TurnRunner:
                     tools=tools,
                     cuttable=session.mode != "append",
                     expected_turn=session.expected_turn,
+                    adapter=call.adapter,
                 )
             except TurnInFlight:
                 if await self._host.fork_ended(session.session_id, max(0.0, until_s - loop.time())):

@@ -64,7 +64,7 @@ class UnnamedSessions:
         if session_id is None:
             session_id = f"~{uuid.uuid4().hex}"
             self._sessions.adopt(SessionRecord(session_id, call.tenant, EPOCH, replica_id=""))
-        turn = self._sessions.begin_turn(session_id, EPOCH)
+        turn = self._sessions.begin_turn(session_id, EPOCH, adapter=call.adapter)
         assert isinstance(turn, Turn)
         return turn
 

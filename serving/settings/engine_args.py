@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from engine.settings import (
+    AdapterSettings,
     AttentionName,
     BooksCheck,
     CacheSettings,
@@ -29,6 +30,7 @@ from serving.text.tool_calls.formats import ToolCallsSetting
 HOST_MIB = 512
 SPECULATION = SpeculationSettings()
 
+ADAPTER_CONFIG = "adapter_config.json"
 _MIB = 1024 * 1024
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -43,7 +45,8 @@ class ModelArgs(StrictModel):
     tag or branch there. `tool_calls` is the format of its function calls, `reasoning` that of its thoughts; `auto` is
     what its chat template has.
     `generation_config`: whether the file of this name beside the weights gives the defaults of sampling. `aliases` are
-    names that requests may give the model beside its own. `keep_fp8`: see engine.settings.ModelSettings."""
+    names that requests may give the model beside its own. `adapters` are LoRA adapters, directories or hub ids by the
+    names that requests give as their model. `keep_fp8`: see engine.settings.ModelSettings."""
 
     path: NotEmpty
     name: str | None = None
@@ -57,6 +60,7 @@ class ModelArgs(StrictModel):
     revision: NotEmpty | None = None
     generation_config: Annotated[Literal["auto", "off"], BeforeValidator(_yaml_off)] = "auto"
     aliases: list[NotEmpty] = Field(default_factory=list)
+    adapters: dict[NotEmpty, NotEmpty] = Field(default_factory=dict)
     keep_fp8: bool = False
 
     @field_validator("path")
@@ -86,6 +90,23 @@ class ModelArgs(StrictModel):
             raise ValueError(f"{min(twice)!r} is there twice")
         return aliases
 
+    @field_validator("adapters")
+    @classmethod
+    def _are_adapters(cls, adapters: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        taken = {info.data.get("name") or Path(info.data.get("path", "")).name, *info.data.get("aliases", ())}
+        for name, path in adapters.items():
+            if name in taken:
+                raise ValueError(f"{name!r} is a name of the model itself")
+            directory = Path(resolve_path(path))
+            if directory.exists():
+                if not (directory / ADAPTER_CONFIG).is_file():
+                    raise ValueError(
+                        f"{name!r}: {str(directory)!r} is no adapter's directory: it has no {ADAPTER_CONFIG}"
+                    )
+            elif not _HUB_ID.fullmatch(path):
+                raise ValueError(f"{name!r}: there is no directory {path!r}")
+        return adapters
+
     @property
     def model_id(self) -> str:
         return self.name or Path(self.path).name
@@ -100,6 +121,7 @@ class ModelArgs(StrictModel):
             num_threads=self.num_threads,
             revision=self.revision,
             keep_fp8=self.keep_fp8,
+            adapters=tuple(AdapterSettings(name, resolve_path(path)) for name, path in self.adapters.items()),
         )
 
 
@@ -211,6 +233,8 @@ class SpeculationArgs(StrictModel):
     def _needed_by_draft(cls, model: ModelArgs | None, info: ValidationInfo) -> ModelArgs | None:
         if model is None and info.data.get("method") == "draft":
             raise ValueError("method 'draft' needs a draft_model with a path")
+        if model is not None and model.adapters:
+            raise ValueError("a draft model has no adapters")
         return model
 
     def settings(self) -> SpeculationSettings:
@@ -262,6 +286,8 @@ class ExecutionArgs(StrictModel):
                 )
         if model is not None and model.keep_fp8:
             reasons += self._against_fp8(model)
+        if model is not None and model.adapters:
+            reasons += self._against_adapters(model)
         if self.deterministic:
             reasons += self._against_determinism(model)
         return reasons
@@ -276,6 +302,18 @@ class ExecutionArgs(StrictModel):
             reasons.append(f"model.keep_fp8 needs linear 'auto', not {self.linear!r}")
         if self.tensor_parallel > 1:
             reasons.append(f"model.keep_fp8 needs tensor_parallel 1, not {self.tensor_parallel}")
+        return reasons
+
+    def _against_adapters(self, model: ModelArgs) -> list[str]:
+        reasons = []
+        if model.device == "cuda":
+            reasons.append("model.adapters need a CPU, model.device is 'cuda'")
+        if self.attention not in ("auto", "cpu"):
+            reasons.append(f"model.adapters need attention 'cpu', not {self.attention!r}")
+        if self.linear != "auto":
+            reasons.append(f"model.adapters need linear 'auto', not {self.linear!r}")
+        if self.tensor_parallel > 1:
+            reasons.append(f"model.adapters need tensor_parallel 1, not {self.tensor_parallel}")
         return reasons
 
     def _against_determinism(self, model: ModelArgs | None) -> list[str]:

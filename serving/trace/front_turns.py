@@ -51,7 +51,7 @@ class FrontTurns:
         attributes = request_attributes(call, self._model)
         if self._spans.records_content:
             attributes[INPUT_MESSAGES] = input_messages(call)
-        title = f"{operation_of(call)} {self._model}"
+        title = f"{operation_of(call)} {call.adapter or self._model}"
         return FrontTurn(self._spans, self._spans.begin(title, name, parent, attributes=attributes))
 
     def _parsed(self, request: RequestNow) -> None:

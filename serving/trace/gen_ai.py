@@ -30,11 +30,11 @@ def operation_of(call: TurnCall) -> str:
 
 def request_attributes(call: TurnCall, model: str) -> dict[str, AttributeValue]:
     """What was asked for, without any content."""
-    sampling = call.sampling
+    sampling, served = call.sampling, call.adapter or model
     found: dict[str, AttributeValue | None] = {
         "gen_ai.operation.name": operation_of(call),
         "gen_ai.provider.name": "kedge",
-        "gen_ai.request.model": model,
+        "gen_ai.request.model": served,
         "gen_ai.request.max_tokens": call.max_new_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
@@ -43,7 +43,7 @@ def request_attributes(call: TurnCall, model: str) -> dict[str, AttributeValue]:
         "gen_ai.request.presence_penalty": sampling.presence_penalty or None,
         "gen_ai.request.seed": call.seed,
         "gen_ai.response.id": call.request_id,
-        "gen_ai.response.model": model,
+        "gen_ai.response.model": served,
         "gen_ai.conversation.id": conversation_of(call),
         "kedge.tenant": call.tenant or None,
     }

@@ -15,6 +15,7 @@ STATUS_BY_CODE = MappingProxyType(
         "invalid_request": 400,
         "context_length_exceeded": 400,
         "request_too_large": 400,
+        "adapter_not_loaded": 503,
         "session_busy": 409,
         "engine_stopped": 503,
         "constraint_failed": 400,

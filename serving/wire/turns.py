@@ -160,6 +160,8 @@ class TurnCall(msgspec.Struct, frozen=True):
     With `tells_accepted` the replica first sends an empty event once it has accepted the turn. So the front end can
     begin to answer the client before there is a token.
 
+    `adapter` is the name of the model's adapter that computes the call; "" is none.
+
     Only the dispatcher sets `resumed`. The replica continues the output after it, but sends events from the turn's
     first token. `wire_version` is that of the front end that made the call. `http_request_id` is for logs,
     `traceparent` and `tracestate` (W3C) are for spans. The dispatcher sets the last two if it traces.
@@ -191,6 +193,7 @@ class TurnCall(msgspec.Struct, frozen=True):
     traceparent: str = ""
     tracestate: str = ""
     tells_accepted: bool = False
+    adapter: str = ""
 
     @property
     def may_go_on(self) -> bool:
@@ -284,7 +287,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
 class ModelInfo(msgspec.Struct, frozen=True):
     """What the protocols report of the served model. `tool_calls` and `reasoning` are the formats of its function calls
-    and of its thoughts, if it has these. `aliases` are further names that requests may use for the model."""
+    and of its thoughts, if it has these. `aliases` are further names that requests may use for the model. `adapters`
+    are the paths of its adapters, by the names that requests use."""
 
     model_id: str
     model_path: str
@@ -296,6 +300,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     sampling: SamplingDefaults = SamplingDefaults()
     aliases: tuple[str, ...] = ()
     reasoning: ReasoningName | None = None
+    adapters: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
 class SessionInfo(msgspec.Struct, frozen=True):

@@ -72,8 +72,10 @@ class World:
             tiers = self.driver.cache.tiers
             tiers._spare_bytes = tiers.accounts()[0].budget_bytes
         self.now_s = 0.0
-        make_chain = self.driver.cache.empty_chain
-        self.controller = SessionController(lambda: self.now_s, TIMEOUT_S, make_chain=make_chain)
+        cache = self.driver.cache
+        self.controller = SessionController(
+            lambda: self.now_s, TIMEOUT_S, make_chain=lambda tenant, _: cache.empty_chain(tenant)
+        )
         self.sessions: dict[str, Session] = {}
         self.asks: dict[str, Ask] = {}
         self.events: Counter[str] = Counter()

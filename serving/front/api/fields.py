@@ -242,12 +242,16 @@ def check_grammar_len(source: str, param: str) -> None:
         raise refusal(f"{param}: {len(source)} characters; at most {MAX_GRAMMAR_CHARS} are allowed.", param)
 
 
-def check_model_name(name: str | None, model: ModelInfo) -> None:
-    """Raises ServiceError for a model that is not served. None means the served one."""
-    if name is not None and name != model.model_id and name not in model.aliases:
+def adapter_of(name: str | None, model: ModelInfo) -> str:
+    """The adapter that a request names as its model; "" for the served model itself, which is also what None means.
+    Raises ServiceError for a model that is not served."""
+    if name is None or name == model.model_id or name in model.aliases:
+        return ""
+    if name not in model.adapters:
         raise refusal(
             f"The model {name[:120]!r} does not exist.", "model", status=404, code="model_not_found"
         )
+    return name
 
 
 def check_token_ids(token_ids: Iterable[int], model: ModelInfo, param: str) -> None:

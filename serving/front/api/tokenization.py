@@ -12,7 +12,7 @@ from serving.front.api.errors import refusal
 from serving.front.api.fields import (
     MAX_CALLS,
     Service,
-    check_model_name,
+    adapter_of,
     check_token_ids,
     one_or_many,
     one_or_many_lists,
@@ -101,7 +101,7 @@ def routes() -> APIRouter:
 
 async def tokenize(body: TokenizeBody, service: Service) -> dict[str, Any]:
     """For several texts, `tokens`, `count` and `token_strs` are lists with one entry for each text."""
-    check_model_name(body.model, service.model)
+    adapter_of(body.model, service.model)
     found = [
         await service.tokenize(
             prompt,
@@ -122,7 +122,7 @@ async def tokenize(body: TokenizeBody, service: Service) -> dict[str, Any]:
 
 async def detokenize(body: DetokenizeBody, service: Service) -> dict[str, Any]:
     """The text, or a list of texts: as `prompt`, vLLM's name for it, and as `text`, SGLang's."""
-    check_model_name(body.model, service.model)
+    adapter_of(body.model, service.model)
     many = bool(body.tokens) and isinstance(body.tokens[0], list)
     lists: Sequence[Any] = body.tokens if many else [body.tokens]
     for index, token_ids in enumerate(lists):

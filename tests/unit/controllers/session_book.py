@@ -7,5 +7,5 @@ from cache.token_chain import ANY_KV, TokenChain
 PAGE_SIZE = 4
 
 
-def make_chain(tenant: str) -> TokenChain:
-    return ANY_KV.chain(tenant, PAGE_SIZE)
+def make_chain(tenant: str, adapter: str) -> TokenChain:
+    return ANY_KV.chain(f"{adapter}/{tenant}", PAGE_SIZE)

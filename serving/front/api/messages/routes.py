@@ -17,7 +17,7 @@ from serving.front.api.fields import (
     SessionHeader,
     Tenant,
     TurnHeader,
-    check_model_name,
+    adapter_of,
     most_tokens,
     new_id,
 )
@@ -56,7 +56,7 @@ async def create_message(
     idempotency_key: IdempotencyHeader = None,
     x_stainless_retry_count: RetriesHeader = None,
 ) -> Response:
-    check_model_name(body.model, service.model)
+    adapter = adapter_of(body.model, service.model)
     body.check()
     session = session_turn(
         x_session_id,
@@ -70,11 +70,11 @@ async def create_message(
     tools = tools_in_use(body.tools, body.tool_choice, service.model)
     reply_id = new_id("msg_")
     affinity_key = AffinityKeys.of(request).key(user=body.user_id)
-    make_plan = partial(_plan, body, tools, service.model, reply_id, session, tenant, affinity_key)
+    make_plan = partial(_plan, body, tools, service.model, adapter, reply_id, session, tenant, affinity_key)
     plan = await beside_streams(make_plan, len(body.messages))
     (call,) = plan.calls
     reader = AnswerReader(call, tools, reads_thoughts(service.model, call.constraint))
-    model_id = service.model.model_id
+    model_id = adapter or service.model.model_id
     response: Response
     if body.stream:
         encoder = MessageEncoder(reader, reply_id, model_id, edits_asked=body.context_management is not None)
@@ -88,7 +88,7 @@ async def create_message(
 
 async def count_tokens(body: CountTokensBody, service: Service) -> dict[str, int]:
     """The tokens of the prompt as the chat template renders it, up to where the answer begins."""
-    check_model_name(body.model, service.model)
+    adapter_of(body.model, service.model)
     prompt = body.prompt(tools_in_use(body.tools, body.tool_choice, service.model))
     tokenized = await service.tokenize(prompt, add_special_tokens=True, with_token_strs=False)
     return {"input_tokens": len(tokenized.token_ids)}
@@ -98,6 +98,7 @@ def _plan(
     body: MessagesBody,
     tools: ToolUse | None,
     model: ModelInfo,
+    adapter: str,
     reply_id: str,
     session: SessionTurn | None,
     tenant: str,
@@ -113,6 +114,7 @@ def _plan(
         session=session,
         tenant=tenant,
         affinity_key=affinity_key,
+        adapter=adapter,
         **answer_fields(model, held, tools),
     )
     return TurnPlan([call], field_names("messages", held), partial(_name_of_message, body))

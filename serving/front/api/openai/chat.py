@@ -22,7 +22,7 @@ from serving.front.api.fields import (
     SessionHeader,
     Tenant,
     TurnHeader,
-    check_model_name,
+    adapter_of,
     new_id,
     nth_seed,
 )
@@ -82,7 +82,7 @@ async def chat_completions(
     idempotency_key: IdempotencyHeader = None,
     x_stainless_retry_count: RetriesHeader = None,
 ) -> Response:
-    check_model_name(body.model, service.model)
+    model_id = adapter_of(body.model, service.model) or service.model.model_id
     check_stream_options(body)
     session = session_turn(
         x_session_id,
@@ -104,9 +104,9 @@ async def chat_completions(
         AnswerReader(call, tools, reads_thoughts(service.model, call.constraint)) for call in plan.calls
     ]
     if body.stream:
-        return TurnEventStream(service, plan, ChatEncoder(body, readers, reply_id, service.model.model_id))
+        return TurnEventStream(service, plan, ChatEncoder(body, readers, reply_id, model_id))
     results = await until_disconnect(request.receive, collect(service, plan))
-    return json_reply(await _reply(body, readers, reply_id, service.model.model_id, results), results)
+    return json_reply(await _reply(body, readers, reply_id, model_id, results), results)
 
 
 def _plan(

@@ -23,7 +23,7 @@ from serving.front.api.fields import (
     SessionHeader,
     Tenant,
     TurnHeader,
-    check_model_name,
+    adapter_of,
     check_num_calls,
     check_token_ids,
     new_id,
@@ -88,6 +88,7 @@ async def completions(
     idempotency_key: IdempotencyHeader = None,
     x_stainless_retry_count: RetriesHeader = None,
 ) -> Response:
+    model_id = adapter_of(body.model, service.model) or service.model.model_id
     prompts = body.prompts()
     _check(body, prompts, service.model)
     num_calls = len(prompts) * (body.n or 1)
@@ -106,7 +107,7 @@ async def completions(
     reply_id = f"cmpl-{body.request_id or new_id('')}"
     fields = call_fields(request, body, session, tenant, service.model)
     plan = _plan(body, prompts, reply_id, fields)
-    encoder = CompletionEncoder(body, prompts, reply_id, service.model.model_id)
+    encoder = CompletionEncoder(body, prompts, reply_id, model_id)
     if body.stream:
         return TurnEventStream(service, plan, encoder)
     results = await until_disconnect(request.receive, collect(service, plan))
@@ -114,7 +115,6 @@ async def completions(
 
 
 def _check(body: CompletionBody, prompts: Prompts, model: ModelInfo) -> None:
-    check_model_name(body.model, model)
     check_stream_options(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise refusal("best_of: only the value of n is supported.", "best_of")

@@ -11,7 +11,7 @@ from fastapi import Request
 
 from serving.front.api.affinity import AffinityKeys
 from serving.front.api.errors import refusal
-from serving.front.api.fields import check_min_tokens, stop_strings
+from serving.front.api.fields import adapter_of, check_min_tokens, stop_strings
 from serving.front.api.openai.chat_schema import ChatBody
 from serving.front.api.openai.requests import OpenAiBody
 from serving.front.api.priorities import engine_priority
@@ -49,6 +49,7 @@ def call_fields(
         "bad_words": tuple(body.bad_words or ()),
         "keep_last": _kept(body.truncate_prompt_tokens, most, model),
         "cache_salt": body.cache_salt or "",
+        "adapter": adapter_of(body.model, model),
         "affinity_key": AffinityKeys.of(request).key(body.prompt_cache_key, body.user),
     }
 

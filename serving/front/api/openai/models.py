@@ -7,19 +7,20 @@ from typing import Literal
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from serving.front.api.fields import Service, check_model_name
+from serving.front.api.fields import Service, adapter_of
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.wire.turns import ModelInfo
 
 
 class ModelCard(BaseModel):
-    """A served model; `max_model_len` (tokens) and `root` are vLLM's."""
+    """A served model; `max_model_len` (tokens), `root` and `parent` are vLLM's. An adapter has a parent."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "kedge"
     root: str
+    parent: str | None = None
     max_model_len: int
 
 
@@ -36,17 +37,22 @@ def routes() -> APIRouter:
 
 
 async def list_models(service: Service) -> ModelList:
-    """The served model, under its own name first, then under its aliases."""
+    """The served model, under its own name first, then under its aliases, and its adapters."""
     model = service.model
-    return ModelList(data=[_card(model, name) for name in (model.model_id, *model.aliases)])
+    names = (model.model_id, *model.aliases, *model.adapters)
+    return ModelList(data=[_card(model, name) for name in names])
 
 
 async def get_model(model_id: str, service: Service) -> ModelCard:
-    check_model_name(model_id, service.model)
+    adapter_of(model_id, service.model)
     return _card(service.model, model_id)
 
 
 def _card(model: ModelInfo, name: str) -> ModelCard:
     return ModelCard(
-        id=name, created=model.created, root=model.model_path, max_model_len=model.max_context_len
+        id=name,
+        created=model.created,
+        root=model.adapters.get(name, model.model_path),
+        parent=model.model_id if name in model.adapters else None,
+        max_model_len=model.max_context_len,
     )

@@ -23,7 +23,7 @@ from serving.front.api.fields import (
     SessionHeader,
     Tenant,
     TurnHeader,
-    check_model_name,
+    adapter_of,
     nth_seed,
 )
 from serving.front.api.openai.answers import AnswerReader, answer_fields, constraint_of, reads_thoughts
@@ -141,7 +141,7 @@ async def asked_response(
     from, if the caller knows. `named`: its turn in a session that the client names; such a response is not stored.
     Raises ServiceError."""
     model = service.model
-    check_model_name(body.model, model)
+    adapter = adapter_of(body.model, model)
     check_state(body)
     tools = offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls, model)
     check_logprobs(body, is_parted=body.tells_logprobs and _is_parted(body, tools, model))
@@ -149,7 +149,7 @@ async def asked_response(
         before, response_id = await begin_response(service, body, tenant)
     else:
         response_id = new_response_id(before.session_id)
-    head = ResponseHead(response_id, model.model_id, body.repeated(model))
+    head = ResponseHead(response_id, adapter or model.model_id, body.repeated(model))
     items = canonical_items(body.input[before.num_repeated :], response_id)
     turn_after = partial(Continued.turn, head=head, items=items, body=body)
     said = [*before.items, *items]
@@ -219,6 +219,7 @@ def _plan(
         affinity_key=affinity_key,
         may_be_kept=session is not None,
         priority=priority,
+        adapter=adapter_of(body.model, model),
         **answer_fields(model, held, use),
     )
     names = field_names("input", held) | {"max_new_tokens": "max_output_tokens", "messages": "input"}

@@ -104,7 +104,13 @@ class StoredResponse:
         repeats: bool,
     ) -> bytes:
         """What the log keeps of a response beside what its session has; see the attributes."""
-        said = {"created_at": head.created_at, "before": before, "input": items, "body": body.asked()}
+        said = {
+            "created_at": head.created_at,
+            "model": head.model_id,
+            "before": before,
+            "input": items,
+            "body": body.asked(),
+        }
         return json.dumps(said | ({"repeats": True} if repeats else {})).encode()
 
     @classmethod
@@ -139,7 +145,8 @@ class StoredResponse:
         end: TurnEvent | None,
     ) -> StoredResponse:
         body = ResponsesBody.model_validate(said["body"] | {"input": "-"}, strict=False)
-        head = ResponseHead(response_id, model.model_id, body.repeated(model), said["created_at"])
+        model_id = said.get("model", model.model_id)
+        head = ResponseHead(response_id, model_id, body.repeated(model), said["created_at"])
         repeats = said.get("repeats", False)
         return cls(head, repeats, said["before"], said["input"], body, session_id, turn_index, end)
 

@@ -213,6 +213,7 @@ def _plan(body: GenerateBody, model: ModelInfo, tenant: str, priority: int, affi
         raise refusal(f"{many}: a session takes one generation at a time.", many)
     sampling = asked.sampling(model)
     constraint = asked.constraint()
+    adapters = _adapters(body, len(prompts), model)
     calls = [
         TurnCall(
             request_id=request_id,
@@ -228,6 +229,7 @@ def _plan(body: GenerateBody, model: ModelInfo, tenant: str, priority: int, affi
             tenant=tenant,
             priority=priority,
             affinity_key=affinity_key,
+            adapter=adapters[index // asked.n],
         )
         for index, request_id in enumerate(_request_ids(body, len(prompts)))
     ]
@@ -246,6 +248,23 @@ def _prompts(body: GenerateBody, model: ModelInfo) -> list[TextPrompt | TokenPro
         check_token_ids(prompt, model, f"input_ids[{index}]" if body.batched else "input_ids")
         prompts.append(TokenPrompt(tuple(prompt)))
     return prompts
+
+
+def _adapters(body: GenerateBody, num_prompts: int, model: ModelInfo) -> list[str]:
+    """The adapter of each prompt; "" is none."""
+    given = body.lora_path
+    adapters = [name or "" for name in given] if isinstance(given, list) else [given or ""] * num_prompts
+    if len(adapters) != num_prompts:
+        raise refusal(f"lora_path: give {num_prompts} adapters, one for each prompt.", "lora_path")
+    for name in adapters:
+        if name and name not in model.adapters:
+            raise refusal(
+                f"lora_path: the adapter {name!r} does not exist.",
+                "lora_path",
+                status=404,
+                code="model_not_found",
+            )
+    return adapters
 
 
 def _request_ids(body: GenerateBody, num_prompts: int) -> list[str]:

@@ -171,6 +171,12 @@ class GenerateBody(StrictBody):
     return_text_in_logprobs: bool | None = None
     session_params: SessionParams | None = None
     priority: Priority | None = Field(None, description=HIGHER_FIRST)
+    lora_path: Name | Annotated[list[Name | None], Field(max_length=MAX_CALLS, fail_fast=True)] | None = (
+        Field(
+            None,
+            description="The name of an adapter of the model, or a list with one (or null) for each prompt.",
+        )
+    )
     log_metrics: bool | None = Field(None, description="This field has no effect.")
 
     audio_data: NotSupported = None
@@ -178,7 +184,6 @@ class GenerateBody(StrictBody):
     custom_logit_processor: NotSupported = None
     image_data: NotSupported = None
     input_embeds: NotSupported = None
-    lora_path: NotSupported = None
     modalities: NotSupported = None
     return_hidden_states: NotSupported = None
     token_ids_logprob: NotSupported = None
