@@ -3,7 +3,7 @@
 Of matrices that are fused in a layer, the updates are fused, too: `a` has the parts' rows one after another, and `b`
 their columns, each with zeros in the outputs of the other parts.
 
-Legend: I inputs of a matrix, O outputs, W width: the ranks of a fused matrix's parts together, padded.
+Legend: I inputs of a matrix, O outputs, W the ranks of a fused matrix's parts together.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ from engine.models.config import ModelSpec
 from engine.models.layers import interleave_rotary
 from engine.models.protocol import AdapterRows
 from engine.models.weights import tensor_shapes
-
-ROUNDED_INPUTS = 32
-"""Inputs whose multiples can be rounded for any build's products, see product.c."""
 
 
 class Target(NamedTuple):
@@ -54,7 +51,6 @@ class PackedAdapters:
         self._shapes = tensor_shapes(spec)
         self._numbers = {adapter.name: number for number, adapter in enumerate(adapters, 1)}
         self._matrices: list[PackedMatrix] = []
-        self._widths = {target: self._width(target, adapters) for target in TARGETS}
         places = [
             (updates, layer, target)
             for updates in ({}, *(adapter.updates for adapter in adapters))
@@ -69,21 +65,12 @@ class PackedAdapters:
         whose = (c_int32 * len(rows))(*(self._numbers[each.adapter] if each.adapter else 0 for each in rows))
         return AdaptersC(addressof(self._updates), first, whose, len(rows), self._spec.num_layers)
 
-    def _width(self, target: Target, adapters: Sequence[Adapter]) -> int:
-        """One for all adapters, so that their rows can be rounded together."""
-        ranks = [
-            sum(len(update.a_RI) for update in _parts(adapter.updates, layer, target).values())
-            for adapter in adapters
-            for layer in range(self._spec.num_layers)
-        ]
-        width = max(ranks, default=0)
-        return width + -width % ROUNDED_INPUTS if self._linears.rounds else width
-
     def _packed(self, updates: Mapping[str, MatrixUpdate], layer: int, target: Target) -> UpdateC:
-        parts, width = _parts(updates, layer, target), self._widths[target]
+        parts = _parts(updates, layer, target)
         shapes = [self._shapes.get(f"{_module(layer, part)}.weight", (0, 0)) for part in target.parts]
         if not parts:
-            return UpdateC(_nothing(shapes[0][1]), _nothing(width))
+            return UpdateC(_nothing(shapes[0][1]), _nothing(0))
+        width = sum(len(update.a_RI) for update in parts.values())
         a_WI = torch.zeros(width, shapes[0][1])
         b_OW = torch.zeros(sum(outputs for outputs, _ in shapes), width)
         row = column = 0
@@ -96,7 +83,9 @@ class PackedAdapters:
                 b_OW[row : row + outputs, column : column + rank] = b_OR
                 column += rank
             row += outputs
-        return UpdateC(self._matrix(a_WI), self._matrix(b_OW, gated=target.gated))
+        b = self._matrix(b_OW, gated=target.gated)
+        b.rounds = False
+        return UpdateC(self._matrix(a_WI), b)
 
     def _matrix(self, weight_OI: Tensor, *, gated: bool = False) -> MatrixC:
         """Packed, and kept alive."""

@@ -109,13 +109,13 @@ class PackedLinears:
 
     def __init__(self, workers: Workers, *, rounds: bool) -> None:
         self.workers = workers
-        self.rounds = rounds
         self._memory = WeightMemory()
+        self._rounds = rounds
         self._kept: Counter[str] = Counter()
 
     def __call__(self, weight_OI: Tensor | QuantizedMatrix, bias_O: Tensor | None) -> Linear:
         self._count(weight_OI)
-        return PackedMatrix(weight_OI, bias_O, self.workers, self._memory, rounds=self.rounds)
+        return PackedMatrix(weight_OI, bias_O, self.workers, self._memory, rounds=self._rounds)
 
     def keeps(self, matrix: QuantizedMatrix) -> bool:
         """The kernels take two inputs at a time, and do not know the NaN of fp8."""
@@ -124,7 +124,7 @@ class PackedLinears:
 
     def gated(self, gate_up_OI: Tensor | QuantizedMatrix, bias_O: Tensor | None) -> Linear:
         self._count(gate_up_OI)
-        return PackedMatrix(gate_up_OI, bias_O, self.workers, self._memory, rounds=self.rounds, paired=True)
+        return PackedMatrix(gate_up_OI, bias_O, self.workers, self._memory, rounds=self._rounds, paired=True)
 
     def describe(self) -> Mapping[str, str]:
         about = {"linear": "cpu", "linear_reason": f"compiled for {self.workers.kernels.variant}"}

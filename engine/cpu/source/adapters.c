@@ -5,12 +5,6 @@ static const Update *update_of(const Adapters *adapters, int span, int layer, in
     return &adapters->updates[place * TARGETS + (size_t)target];
 }
 
-int is_updated(const Adapters *adapters, int layer, int target) {
-    for (int span = 0; span < adapters->spans; span++)
-        if (update_of(adapters, span, layer, target)->a.outputs > 0) return 1;
-    return 0;
-}
-
 static size_t larger_of(size_t one, size_t other) { return one > other ? one : other; }
 
 UpdateNeeds update_needs(const Adapters *adapters, int threads) {
@@ -22,22 +16,27 @@ UpdateNeeds update_needs(const Adapters *adapters, int threads) {
                 const Update *update = update_of(adapters, span, layer, target);
                 needs.width = larger_of(needs.width, (size_t)product_width(&update->a));
                 needs.scratch = larger_of(needs.scratch, product_scratch(&update->a, rows, threads));
-                needs.scratch = larger_of(needs.scratch, product_scratch(&update->b, rows, threads));
             }
     return needs;
 }
 
-void add_updates(const Adapters *adapters, int layer, int target, const float *x, int x_stride, float *y, int y_stride,
-                 float *inner, int inner_stride, void *scratch, Team *team, int thread) {
-    if (!is_updated(adapters, layer, target)) return;
+void updated_product(const Adapters *adapters, int layer, int target, const Matrix *matrix, const float *x, int x_stride,
+                     float *y, int y_stride, int how, const UpdateRoom *room, void *scratch, Team *team, int thread) {
+    const int32_t *first = adapters->first;
     Matrix a[adapters->spans], b[adapters->spans];
+    int updated = 0;
     for (int span = 0; span < adapters->spans; span++) {
         const Update *update = update_of(adapters, span, layer, target);
         a[span] = update->a;
         b[span] = update->b;
+        updated |= update->a.outputs > 0;
     }
-    grouped_product(a, adapters->spans, adapters->first, x, x_stride, inner, inner_stride, STORE, scratch, team, thread);
+    if (!updated) {
+        product(matrix, first[adapters->spans], x, x_stride, y, y_stride, how, scratch, team, thread);
+        return;
+    }
+    grouped_product(a, adapters->spans, first, x, x_stride, room->inner, room->width, STORE, scratch, team, thread);
     team_meet(team);
-    grouped_product(b, adapters->spans, adapters->first, inner, inner_stride, y, y_stride, ADD, scratch, team, thread);
-    team_meet(team);
+    Added added = {b, first, adapters->spans, room->width, room->inner, room->room};
+    product_with(matrix, &added, x, x_stride, y, y_stride, how, scratch, team, thread);
 }

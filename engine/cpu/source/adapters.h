@@ -11,8 +11,7 @@
 enum { QKV, OUT, GATE_UP, DOWN, TARGETS };
 
 /* `b` has the outputs of the matrix that is updated, and is paired if that is; `a` has its inputs. Both have no outputs
-   where an adapter leaves the matrix as it is. All updates of a target have the same inputs of `a` and of `b`. Shared
-   with engine/cpu/library.py. */
+   where an adapter leaves the matrix as it is. `b` is neither rounded nor quantized. Shared with engine/cpu/library.py. */
 typedef struct {
     Matrix a, b;
 } Update;
@@ -25,19 +24,21 @@ typedef struct {
     int32_t spans, num_layers;
 } Adapters;
 
-/* Whether any row's adapter updates that matrix. */
-int is_updated(const Adapters *adapters, int layer, int target);
+/* Where the results of `a` are, `width` floats for each row, and added_room() of the products. */
+typedef struct {
+    int width;
+    float *inner, *room;
+} UpdateRoom;
 
-/* What add_updates() needs, the most of any target: floats of a row between `a` and `b`, and bytes of scratch. */
+/* The most of any target: floats of a row between `a` and `b`, and bytes of scratch. */
 typedef struct {
     size_t width, scratch;
 } UpdateNeeds;
 
 UpdateNeeds update_needs(const Adapters *adapters, int threads);
 
-/* Adds the updates to rows of y, by which the threads must have met since x and y were written. `inner` has room for the
-   rows between a and b. Begins and ends with the threads together. */
-void add_updates(const Adapters *adapters, int layer, int target, const float *x, int x_stride, float *y, int y_stride,
-                 float *inner, int inner_stride, void *scratch, Team *team, int thread);
+/* product() of a layer's matrix with the rows' updates of it. */
+void updated_product(const Adapters *adapters, int layer, int target, const Matrix *matrix, const float *x, int x_stride,
+                     float *y, int y_stride, int how, const UpdateRoom *room, void *scratch, Team *team, int thread);
 
 #endif

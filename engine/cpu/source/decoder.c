@@ -82,9 +82,10 @@ typedef struct {
     const int64_t *positions;
     const Tiling **tilings; /* by layer */
     const Adapters *adapters; /* NULL if no row has one */
-    int rows, x_width, qkv_width, heads_width, inner_width, update_width;
-    float *given, *x, *normed, *qkv, *attended, *inner, *updated, *partials;
+    int rows, x_width, qkv_width, heads_width, inner_width;
+    float *given, *x, *normed, *qkv, *attended, *inner, *partials;
     void *scratch, *experts;
+    UpdateRoom updates;
 } Step;
 
 static void norm_rows(const Step *step, const float *weights, Team *team, int thread) {
@@ -115,62 +116,40 @@ static void turn_heads(const Step *step, const Layer *layer, const LayerKV *kv, 
     team_meet(team);
 }
 
-/* After a product, for which the threads have met. */
-static void update(const Step *step, int layer, int target, const float *x, int x_stride, float *y, int y_stride,
-                   Team *team, int thread) {
-    if (step->adapters == NULL) return;
-    add_updates(step->adapters, layer, target, x, x_stride, y, y_stride, step->updated, step->update_width, step->scratch,
-                team, thread);
-}
-
-/* Of rows of paired blocks, in their place. */
-static void activate(const Step *step, int width, Team *team, int thread) {
-    int first, end;
-    team_share(team, thread, step->rows, &first, &end);
-    for (int row = first; row < end; row++) {
-        float *inner = step->inner + (size_t)row * (size_t)step->inner_width;
-        for (int i = 0; i < width; i += LANES)
-            store(inner + i, silu_mul(load(inner + 2 * i), load(inner + 2 * i + LANES)));
-    }
+/* product() of a layer's matrix, updated by the rows' adapters. */
+static void multiply(const Step *step, int layer, int target, const Matrix *matrix, const float *x, int x_stride, float *y,
+                     int y_stride, int how, Team *team, int thread) {
+    if (step->adapters == NULL)
+        product(matrix, step->rows, x, x_stride, y, y_stride, how, step->scratch, team, thread);
+    else
+        updated_product(step->adapters, layer, target, matrix, x, x_stride, y, y_stride, how, &step->updates,
+                        step->scratch, team, thread);
     team_meet(team);
 }
 
 static void run_mlp(const Step *step, int index, Team *team, int thread) {
     const Layer *layer = &step->model->layers[index];
-    int rows = step->rows;
     if (layer->experts != NULL) {
-        add_experts(layer->experts, rows, step->normed, step->x, step->x_width, step->experts, step->scratch, team, thread);
+        add_experts(layer->experts, step->rows, step->normed, step->x, step->x_width, step->experts, step->scratch, team,
+                    thread);
         return;
     }
-    int updated = step->adapters != NULL && is_updated(step->adapters, index, GATE_UP);
-    product(layer->gate_up, rows, step->normed, step->x_width, step->inner, step->inner_width,
-            updated ? STORE : SILU_MUL, step->scratch, team, thread);
-    team_meet(team);
-    if (updated) {
-        update(step, index, GATE_UP, step->normed, step->x_width, step->inner, step->inner_width, team, thread);
-        activate(step, product_width(layer->gate_up), team, thread);
-    }
-    product(layer->down, rows, step->inner, step->inner_width, step->x, step->x_width, ADD, step->scratch, team, thread);
-    team_meet(team);
-    update(step, index, DOWN, step->inner, step->inner_width, step->x, step->x_width, team, thread);
+    multiply(step, index, GATE_UP, layer->gate_up, step->normed, step->x_width, step->inner, step->inner_width, SILU_MUL,
+             team, thread);
+    multiply(step, index, DOWN, layer->down, step->inner, step->inner_width, step->x, step->x_width, ADD, team, thread);
 }
 
 static void run_layer(const Step *step, int index, Team *team, int thread) {
     const Model *model = step->model;
     const Layer *layer = &model->layers[index];
     const LayerKV *kv = &step->kv[index];
-    int rows = step->rows;
     norm_rows(step, layer->attention_norm, team, thread);
-    product(layer->qkv, rows, step->normed, step->x_width, step->qkv, step->qkv_width, STORE, step->scratch, team, thread);
-    team_meet(team);
-    update(step, index, QKV, step->normed, step->x_width, step->qkv, step->qkv_width, team, thread);
+    multiply(step, index, QKV, layer->qkv, step->normed, step->x_width, step->qkv, step->qkv_width, STORE, team, thread);
     turn_heads(step, layer, kv, team, thread);
     attend(step->tilings[index], step->items, model->heads, kv, step->qkv, (size_t)step->qkv_width, step->attended,
            (size_t)step->heads_width, step->partials, team);
     team_meet(team);
-    product(layer->out, rows, step->attended, step->heads_width, step->x, step->x_width, ADD, step->scratch, team, thread);
-    team_meet(team);
-    update(step, index, OUT, step->attended, step->heads_width, step->x, step->x_width, team, thread);
+    multiply(step, index, OUT, layer->out, step->attended, step->heads_width, step->x, step->x_width, ADD, team, thread);
     norm_rows(step, layer->mlp_norm, team, thread);
     run_mlp(step, index, team, thread);
 }
@@ -230,7 +209,7 @@ static size_t larger_of(size_t one, size_t other) { return one > other ? one : o
 
 /* What the layers need beside what every layer has, in floats: the most of any. */
 typedef struct {
-    size_t scratch, inner_width, experts;
+    size_t scratch, inner_width, experts, update_room;
 } Needs;
 
 static Needs needs_of(const Model *model, int rows, int x_width, int threads) {
@@ -251,6 +230,16 @@ static Needs needs_of(const Model *model, int rows, int x_width, int threads) {
     return needs;
 }
 
+/* Gate and up are updated before they are one. Other products are added to where they are. */
+static size_t room_of_gates(const Step *step, int threads) {
+    size_t most = 0;
+    for (int index = 0; index < step->model->num_layers; index++) {
+        const Matrix *gate_up = step->model->layers[index].gate_up;
+        if (gate_up != NULL) most = larger_of(most, added_room(gate_up, step->rows, step->x_width, threads));
+    }
+    return most;
+}
+
 static size_t lay_out(Step *step, char *base, Needs needs, size_t partials) {
     size_t used = 0, rows = (size_t)step->rows;
     step->x = take(base, &used, rows * (size_t)step->x_width);
@@ -258,9 +247,10 @@ static size_t lay_out(Step *step, char *base, Needs needs, size_t partials) {
     step->qkv = take(base, &used, rows * (size_t)step->qkv_width);
     step->attended = take(base, &used, rows * (size_t)step->heads_width);
     step->inner = take(base, &used, rows * (size_t)step->inner_width);
-    step->updated = take(base, &used, rows * (size_t)step->update_width);
     step->scratch = take(base, &used, needs.scratch);
     step->experts = take(base, &used, needs.experts);
+    step->updates.inner = take(base, &used, rows * (size_t)step->updates.width);
+    step->updates.room = take(base, &used, needs.update_room);
     step->partials = take(base, &used, partials);
     return used;
 }
@@ -290,8 +280,8 @@ API int kedge_decoder_step(Decoder *decoder, Team *team, const Items *items, con
     if (adapters != NULL) {
         UpdateNeeds updates = update_needs(adapters, team_size(team));
         needs.scratch = larger_of(needs.scratch, updates.scratch / sizeof(float) + 1);
-        step.update_width = (int)updates.width;
-        step.inner_width *= 2; /* gate and up are updated before they are one */
+        needs.update_room = room_of_gates(&step, team_size(team));
+        step.updates.width = (int)updates.width;
     }
     if (!reserve(&decoder->memory, lay_out(&step, NULL, needs, partials))) return NO_MEMORY;
     lay_out(&step, decoder->memory.at, needs, partials);

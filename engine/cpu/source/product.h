@@ -42,6 +42,22 @@ size_t grouped_scratch(const Matrix *matrices, int count, int rows, int threads)
 void product(const Matrix *matrix, int rows, const float *x, int x_stride, float *y, int y_stride, int how,
              void *scratch, Team *team, int thread);
 
+/* What is added to a product before it is used: rows first[i] .. first[i + 1] - 1 of x times matrix i, of the product's
+   outputs, or of none. No matrix is rounded or quantized. `room` has added_room() floats, which only SILU_MUL needs. */
+typedef struct {
+    const Matrix *matrices;
+    const int32_t *first;
+    int count, x_stride;
+    const float *x;
+    float *room;
+} Added;
+
+size_t added_room(const Matrix *matrix, int rows, int x_stride, int threads);
+
+/* product() of all rows of `added`. */
+void product_with(const Matrix *matrix, const Added *added, const float *x, int x_stride, float *y, int y_stride, int how,
+                  void *scratch, Team *team, int thread);
+
 /* A product for each of `count` matrices with the same inputs and outputs. Rows first[i] .. first[i + 1] - 1 of x are
    multiplied by matrix i; first[0] is 0. The threads share the pieces of all of them. */
 void grouped_product(const Matrix *matrices, int count, const int32_t *first, const float *x, int x_stride, float *y,
