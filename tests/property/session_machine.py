@@ -158,12 +158,16 @@ class SessionMachine(RuleBasedStateMachine):
 
     @precondition(has_session)
     @precondition(has_room)
-    @rule(pick=PICK, tokens=PROMPTS, output=OUTPUT, steps=STEPS, scored_from=SCORED_FROM)
+    @rule(
+        pick=PICK, tokens=PROMPTS, output=OUTPUT, steps=STEPS, scored_from=SCORED_FROM,
+        adapter=st.sampled_from([None, None, None, "a", "b", ""]),
+    )  # fmt: skip
     @counted
     def begin_turn(
-        self, pick: int, tokens: list[int], output: int, steps: int, scored_from: int | None
-    ) -> None:
-        self._begin(self.session(pick), tokens, output, scored_from=scored_from)
+        self, pick: int, tokens: list[int], output: int, steps: int, scored_from: int | None,
+        adapter: str | None,
+    ) -> None:  # fmt: skip
+        self._begin(self.session(pick), tokens, output, scored_from=scored_from, adapter=adapter)
         self._steps(steps)
 
     @precondition(has_session)

@@ -19,7 +19,7 @@ from engine.api import FinishReason, LogprobParams, SessionBusy, StepFailed
 from engine.batch import ScheduledBatch
 from tests.property.world_checks import check_world
 from tests.property.world_sizes import Sizes
-from tests.unit.engine.driver import Driver, Outcome, greedy, request
+from tests.unit.engine.driver import Driver, Outcome, greedy, namespace_of, request
 
 TIMEOUT_S = 100.0
 
@@ -37,13 +37,15 @@ class Ask:
 
 @dataclass
 class Session:
-    """What the world knows about a session. `finished` is the last sequence that the engine completed for it."""
+    """What the world knows about a session. `finished` is the last sequence that the engine completed for it, `adapter`
+    that of its last turn."""
 
     epoch: int = 1
     history: list[int] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
     turns: int = 0
     key: str | None = None
+    adapter: str = ""
 
 
 class World:
@@ -74,7 +76,9 @@ class World:
         self.now_s = 0.0
         cache = self.driver.cache
         self.controller = SessionController(
-            lambda: self.now_s, TIMEOUT_S, make_chain=lambda tenant, _: cache.empty_chain(tenant)
+            lambda: self.now_s,
+            TIMEOUT_S,
+            make_chain=lambda _, adapter: cache.empty_chain(namespace_of(adapter)),
         )
         self.sessions: dict[str, Session] = {}
         self.asks: dict[str, Ask] = {}
@@ -99,27 +103,33 @@ class World:
         rewind_kv: bool = False,
         commit_fails: bool = False,
         scored_from: int | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Begins a turn as the replica does. It must be refused if the session has a turn already or is closing.
 
         `scored_from` asks for the input's log-probabilities from that position on, or from the new input if that is
         earlier. A history that leaves no room is cut to half or less. The replica cuts the KV of a rewound turn at once
-        (`rewind_kv`). If it does not, admission must.
+        (`rewind_kv`). If it does not, admission must. Without an `adapter` the turn has that of the turn before.
         """
         session = self.sessions[session_id]
+        adapter = session.adapter if adapter is None else adapter
         limit = self.sizes.room - len(new_tokens) - max_new_tokens
         if keep is None and len(session.history) > limit:
             keep = len(session.history) // 2
         keep = None if keep is None else min(keep, limit)
         name = self._name("t")
         try:
-            turn = self.controller.begin_turn(session_id, session.epoch, rewind_to=keep, idempotency_key=name)
+            turn = self.controller.begin_turn(
+                session_id, session.epoch, rewind_to=keep, idempotency_key=name, adapter=adapter
+            )
         except (TurnInFlight, SessionClosing) as refusal:
             self.events[type(refusal).__name__] += 1
             assert any(a.turn is not None and a.turn.session_id == session_id for a in self.asks.values())
             return
         assert isinstance(turn, Turn)
         assert list(turn.history) == session.history
+        self.events["turn with another adapter"] += bool(session.history) and adapter != session.adapter
+        session.adapter = adapter
         if turn.history_len < len(session.history):
             self.events["rewound turn"] += 1
             if rewind_kv:
@@ -133,6 +143,7 @@ class World:
             request(
                 name, new_tokens, max_new_tokens, history=turn.history, history_len=turn.history_len,
                 history_chain=turn.chain if self.sizes.chains else None, session_id=session_id,
+                namespace=namespace_of(adapter), adapter=adapter,
                 logprobs=None if input_start is None else LogprobParams(input_start=input_start),
             )
         )  # fmt: skip
@@ -147,7 +158,7 @@ class World:
             self.events["fork refused"] += 1
             return
         name = self._name("s")
-        child = Session(history=parent.history[:length])
+        child = Session(history=parent.history[:length], adapter=parent.adapter)
         self.controller.finish_fork(fork, SessionRecord(name, "", child.epoch, "replica", b"", 0))
         self.sessions[name] = child
         covered = self.driver.fork(

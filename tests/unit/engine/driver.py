@@ -15,6 +15,7 @@ from cache.tiers import TierSizes
 from cache.token_chain import TokenChain
 from cache.window import WindowPool
 from engine.api import (
+    ADAPTER_MARK,
     EngineError,
     Finish,
     FinishReason,
@@ -94,6 +95,14 @@ class Outcome:
         return self.last.cached_tokens
 
 
+ADAPTERS = {"a": "fa", "b": "fb"}
+
+
+def namespace_of(adapter: str) -> str:
+    """As LocalEngine makes it."""
+    return f"{ADAPTERS[adapter]}{ADAPTER_MARK}" if adapter else ""
+
+
 class Driver:
     """Steps a scheduler by hand. A step takes a second. After every step the driver walks the books and poisons the
     free pages, so that a page that is used after it was freed fails the next read."""
@@ -130,7 +139,7 @@ class Driver:
         self.runner = NullRunner(
             num_pages, page_size, vocab, context_len, eos_probability=eos_probability,
             window_len=window_len, num_window_pages=num_window_pages, copies_wait=copies_wait,
-            runs_ahead=ahead,
+            runs_ahead=ahead, adapters=ADAPTERS,
         )  # fmt: skip
         self.allocator = PageAllocator(num_pages)
         self.window = None

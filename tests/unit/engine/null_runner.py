@@ -2,14 +2,16 @@
 
 The next token is a hash of the sequence as read back through the page table. A page that is lost, shared by mistake or
 overwritten therefore changes tokens, so tests of the scheduler and the books notice it. Sliding-window pages, a draft
-model and copies to host memory and disk follow the same rule: they must hold the sequence's own tokens.
+model and copies to host memory and disk follow the same rule: they must hold the sequence's own tokens. KV that another
+adapter has made must not be read.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +30,7 @@ BYTES_PER_TOKEN = 4
 FAKE_LOGPROB = -1.0
 
 NULL_IDENTITY = KVIdentity("null", "token ids")
+NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 
 CopyQueue = list[tuple[Future[None], Callable[[], None]]]
 
@@ -40,7 +43,7 @@ class NullRunner:
     books: it makes the next token of a greedy decode from the hash that it kept at the token before, at a cost that
     does not grow with the sequence. `draft_accuracy` is the share of the draft model's guesses that are right. Copies
     end at once, or with `copies_wait` when `end_copies` is called. Disk copies have a queue of their own, which
-    `end_disk_copies` ends.
+    `end_disk_copies` ends. `adapters` are fingerprints by name.
     """
 
     def __init__(
@@ -57,11 +60,12 @@ class NullRunner:
         draft_accuracy: float = 0.7,
         copies_wait: bool = False,
         runs_ahead: bool = False,
+        adapters: Mapping[str, str] = NO_ADAPTERS,
     ) -> None:
         page_bytes = page_size * BYTES_PER_TOKEN
         self.facts = RunnerFacts(
             num_pages, page_size, page_bytes, vocab_size, max_context_len,
-            window_len, num_window_pages, page_bytes, runs_ahead, NULL_IDENTITY,
+            window_len, num_window_pages, page_bytes, runs_ahead, NULL_IDENTITY, adapters,
         )  # fmt: skip
         self._steps = StepByStep()
         self._num_pages = num_pages
@@ -75,6 +79,11 @@ class NullRunner:
         self._copies_wait = copies_wait
         self._kv = np.full((num_pages, page_size), UNWRITTEN, dtype=np.int32)
         self._draft_kv = self._kv.copy()
+        self._numbers = {"": 0} | {
+            name: 1 + sorted({*adapters.values()}).index(fingerprint)
+            for name, fingerprint in adapters.items()
+        }
+        self._made_by = np.zeros((num_pages, page_size), dtype=np.int32)
         self._sums = np.full(
             (num_pages, page_size), UNKNOWN, dtype=np.int64
         )  # hashes of all tokens up to the slot's
@@ -110,7 +119,8 @@ class NullRunner:
 
     def save(self, key: int, pages: PoolPages) -> Future[None]:
         def copy() -> None:
-            parts = self._kv[pages.full], self._draft_kv[pages.full], self._window_kv[pages.window]
+            full, window = pages.full, pages.window
+            parts = self._kv[full], self._draft_kv[full], self._window_kv[window], self._made_by[full]
             self._saved[key] = tuple(part.copy() for part in parts)
 
         return self._start(copy, self._copies)
@@ -124,7 +134,8 @@ class NullRunner:
     def load(self, key: int, pages: PoolPages) -> Future[None]:
         def copy() -> None:
             parts = self._spilled[key] if key in self._spilled else self._saved[key]
-            self._kv[pages.full], self._draft_kv[pages.full], self._window_kv[pages.window] = parts
+            full, window = pages.full, pages.window
+            self._kv[full], self._draft_kv[full], self._window_kv[window], self._made_by[full] = parts
             self._sums[pages.full] = UNKNOWN
 
         return self._start(copy, self._disk_copies if key in self._spilled else self._copies)
@@ -135,6 +146,7 @@ class NullRunner:
     def clone(self, source: PoolPages, target: PoolPages) -> None:
         self._kv[target.full] = self._kv[source.full]
         self._sums[target.full] = self._sums[source.full]
+        self._made_by[target.full] = self._made_by[source.full]
         self._draft_kv[target.full] = self._draft_kv[source.full]
         self._window_kv[target.window] = self._window_kv[source.window]
 
@@ -169,7 +181,7 @@ class NullRunner:
             or item.draft is not None
         ):
             return False
-        if item.window_pages is not None or item.input_logprobs_from is not None:
+        if item.window_pages is not None or item.input_logprobs_from is not None or len(self._numbers) > 1:
             return False
         if sample.logprobs or sample.allowed is not None or _salt(sample.params):
             return False
@@ -243,6 +255,7 @@ class NullRunner:
         slots = pages[positions // self._page_size], positions % self._page_size
         self._kv[slots] = tokens
         self._sums[slots] = UNKNOWN
+        self._made_by[slots] = self._numbers[item.adapter]
         if item.window_pages is not None:
             window_pages = item.window_pages[positions // self._page_size]
             assert window_pages.min() >= 0, f"{item.request_id}: writes to a window page that is gone"
@@ -309,6 +322,8 @@ class NullRunner:
             position = int(np.argmax(sequence == UNWRITTEN))
             page = int(pages[position // self._page_size])
             raise AssertionError(f"{item.request_id}: position {position} reads page {page}, never written")
+        made_by = self._made_by[pages].reshape(-1)[:end]
+        assert (made_by == self._numbers[item.adapter]).all(), f"{item.request_id}: KV of another adapter"
         if self._window_len is not None:
             assert item.window_pages is not None, f"{item.request_id}: no window pages"
             seen = np.arange(max(0, item.start - self._window_len + 1), end)
