@@ -11,7 +11,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +29,6 @@ BYTES_PER_TOKEN = 4
 FAKE_LOGPROB = -1.0
 
 NULL_IDENTITY = KVIdentity("null", "token ids")
-NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 
 CopyQueue = list[tuple[Future[None], Callable[[], None]]]
 
@@ -60,8 +58,9 @@ class NullRunner:
         draft_accuracy: float = 0.7,
         copies_wait: bool = False,
         runs_ahead: bool = False,
-        adapters: Mapping[str, str] = NO_ADAPTERS,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
+        adapters = dict(adapters or {})
         page_bytes = page_size * BYTES_PER_TOKEN
         self.facts = RunnerFacts(
             num_pages, page_size, page_bytes, vocab_size, max_context_len,
