@@ -47,6 +47,7 @@ from serving.trace.opening import replica_traces
 from serving.watch.metrics import ReplicaMetrics
 from serving.watch.registry import NO_LABELS
 from serving.wire.turns import SessionTurn, TokenPrompt, TurnCall, TurnEvent
+from tests.unit.engine.driver import ADAPTERS
 from tests.unit.engine.null_runner import EOS_TOKEN_ID, NullRunner
 
 if TYPE_CHECKING:
@@ -202,11 +203,12 @@ class Rig:
         max_running: int = 64,
         metric_labels: Mapping[str, str] = NO_LABELS,
         spans: Spans | None = None,
+        adapters: Mapping[str, str] = ADAPTERS,
     ) -> None:
         self.replica_id = replica_id
         self.controller = controller or local_controller(directory)
         calls: Any = self.controller
-        self.runner = SlowRunner(num_pages, 4, VOCAB_SIZE, 512)
+        self.runner = SlowRunner(num_pages, 4, VOCAB_SIZE, 512, adapters=adapters)
         self.mailbox = Mailbox(asyncio.get_running_loop())
         self.engine = _engine_of(self.runner, speculation, self.mailbox, max_running)
         self.tasks = BackgroundTasks()
