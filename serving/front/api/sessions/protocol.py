@@ -259,10 +259,7 @@ def _adapters(body: GenerateBody, num_prompts: int, model: ModelInfo) -> list[st
     for name in adapters:
         if name and name not in model.adapters:
             raise refusal(
-                f"lora_path: the adapter {name!r} does not exist.",
-                "lora_path",
-                status=404,
-                code="model_not_found",
+                f"lora_path: the adapter {name!r} does not exist.", "lora_path", code="model_not_found"
             )
     return adapters
 

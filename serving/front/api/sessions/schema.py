@@ -152,6 +152,13 @@ RequestIds = Annotated[
 ]
 
 
+LoraPaths = Annotated[
+    Annotated[Name, Tag("<one>")]
+    | Annotated[list[Name | None], Field(max_length=MAX_CALLS, fail_fast=True), Tag("<many>")],
+    Discriminator(one_or_many),
+]
+
+
 class GenerateBody(StrictBody):
     """One prompt or a batch of prompts, as `text` or `input_ids`."""
 
@@ -171,11 +178,8 @@ class GenerateBody(StrictBody):
     return_text_in_logprobs: bool | None = None
     session_params: SessionParams | None = None
     priority: Priority | None = Field(None, description=HIGHER_FIRST)
-    lora_path: Name | Annotated[list[Name | None], Field(max_length=MAX_CALLS, fail_fast=True)] | None = (
-        Field(
-            None,
-            description="The name of an adapter of the model, or a list with one (or null) for each prompt.",
-        )
+    lora_path: LoraPaths | None = Field(
+        None, description="The name of an adapter of the model, or a list with one (or null) for each prompt."
     )
     log_metrics: bool | None = Field(None, description="This field has no effect.")
 

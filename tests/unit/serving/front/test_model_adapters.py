@@ -103,10 +103,11 @@ async def test_sglang_names_adapters_in_lora_path(served: tuple[httpx.AsyncClien
         body = {"text": text, "lora_path": lora_path, "sampling_params": sampling}
         assert (await client.post("/generate", json=body)).status_code == 200
         assert [call.adapter for call in service.calls[-len(adapters) :]] == adapters
-    for lora_path, status in (("c", 404), (["a"], 400), ([MODEL.model_id] * 2, 404)):
+    for lora_path in ("c", ["a"], [MODEL.model_id] * 2, 5, ["a", 3]):
         body = {"text": ["a dog", "a cat"], "lora_path": lora_path}
         refused = await client.post("/generate", json=body)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (status, "lora_path")
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"].startswith("lora_path")
 
 
 def test_a_conversation_with_an_adapter_is_another_one() -> None:
