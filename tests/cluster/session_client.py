@@ -18,11 +18,12 @@ Heard = Callable[[int], None]
 
 @dataclass
 class Conversation:
-    """One session and the token history that the client believes it has."""
+    """One session and the token history that the client believes it has. Its turns have this `adapter`."""
 
     client: httpx.Client
     session_id: str
     history: list[int] = field(default_factory=list)
+    adapter: str | None = None
 
     @classmethod
     def open(cls, client: httpx.Client, session_id: str | None = None, **fields: Any) -> Conversation:
@@ -35,7 +36,7 @@ class Conversation:
         """A turn whose answer must equal that of one fresh request with the whole history."""
         expected = self.history + new
         self.turn(new, resumed=resumed)
-        assert self.history == expected + generate_once(self.client, expected, 8)
+        assert self.history == expected + generate_once(self.client, expected, 8, self.adapter)
 
     def turn(self, new: list[int], max_new_tokens: int = 8, *, resumed: bool = False) -> dict[str, Any]:
         """A greedy turn. Checks the counts. `resumed`: the KV may have been lost since the last turn."""
@@ -77,6 +78,7 @@ class Conversation:
             "input_ids": new,
             "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True},
             "session_params": {"id": self.session_id},
+            "lora_path": self.adapter,
         }
 
 
@@ -94,11 +96,14 @@ def events_of(reply: httpx.Response) -> Iterator[dict[str, Any]]:
     raise AssertionError("the stream broke off")
 
 
-def generate_once(client: httpx.Client, tokens: list[int], max_new_tokens: int) -> list[int]:
+def generate_once(
+    client: httpx.Client, tokens: list[int], max_new_tokens: int, adapter: str | None = None
+) -> list[int]:
     """One greedy request without a session: the reference."""
     body = {
         "input_ids": tokens,
         "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True},
+        "lora_path": adapter,
     }
     reply = client.post("/generate", json=body)
     assert reply.status_code == 200, reply.text
