@@ -149,7 +149,7 @@ def _kind(kind: Schema) -> str:
         case "array":
             return "a list"
         case "object":
-            return "a section"
+            return "a section" if "properties" in kind else "a map of names"
     raise ValueError(f"no words for {kind}")
 
 

@@ -30,7 +30,16 @@ from serving.grammars.strict_calls import StrictCallsConstraint
 from serving.replica.prompt_places import PlacedPrompt, PromptPlacer
 from serving.text.reasoning.formats import OPENER_TOKENS
 from serving.text.text import OutputText, TextProcessor
-from serving.wire.turns import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt, TokenPrompt, TurnCall
+from serving.wire.turns import (
+    ChatPrompt,
+    Prompt,
+    ServiceError,
+    TextPrompt,
+    TokenizedPrompt,
+    TokenPrompt,
+    TurnCall,
+)
+from serving.wire.versions import mismatch
 
 LONG_PROMPT = 20_000
 """In characters, plus VALUE_WEIGHT for each value in the prompt. Longer prompts are rendered, tokenized and hashed on a
@@ -70,9 +79,11 @@ class RequestBuilder:
             return await self._constraints.strict_calls(call.strict_calls, call.tenant)
         return None
 
-    def check_adapter(self, call: TurnCall) -> None:
-        """Raises AdapterNotLoaded. The front end knows the newest settings' adapters, and this replica may have older
-        settings."""
+    def check(self, call: TurnCall) -> None:
+        """Raises ServiceError if the front end's version is too far from this one, and AdapterNotLoaded: the front end
+        may have newer settings."""
+        if (refusal := mismatch(call.wire_version, "front end")) is not None:
+            raise ServiceError(refusal)
         if call.adapter and call.adapter not in self._engine.adapters:
             raise AdapterNotLoaded(f"This replica does not have the adapter {call.adapter!r}.", param="model")
 

@@ -48,7 +48,6 @@ from serving.wire.errors import REPLICA_LOST, error_event, unavailable
 from serving.wire.transcripts import encode_said
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import ResumedTurn, SaidTurn, ServiceError, SessionTurn, TurnCall, TurnEvent
-from serving.wire.versions import mismatch
 
 logger = logging.getLogger(__name__)
 
@@ -202,9 +201,7 @@ class TurnRunner:
     async def _begin(self, call: TurnCall, epoch: int | None, asker: Asker) -> LiveTurn | Replay:
         """Lends the history, builds the request and submits it. After an error nothing is changed."""
         started_s = self._clock()
-        if (refusal := mismatch(call.wire_version, "front end")) is not None:
-            raise ServiceError(refusal)
-        self._builder.check_adapter(call)
+        self._builder.check(call)
         constraint = await self._builder.constraint(call)
         if call.session is None:
             return await self._begin_unnamed(call, asker, started_s, constraint)
