@@ -43,10 +43,14 @@ def info(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJson = False
 def _about(facts: ServerFacts) -> Iterator[tuple[str, str]]:
     yield "kedge", f"{facts.version} at {facts.url}, {'healthy' if facts.healthy else 'NOT healthy'}"
     for model in facts.models[:1]:
-        aliases = ", ".join(str(other["id"]) for other in facts.models[1:])
+        others = facts.models[1:]
+        aliases = ", ".join(str(other["id"]) for other in others if other.get("parent") is None)
+        adapters = ", ".join(str(other["id"]) for other in others if other.get("parent") is not None)
         context = model.get("max_model_len")
         length = "" if context is None else f", a context of {context:,} tokens"
         yield "model", f"{model['id']}{length}{', also called ' + aliases if aliases else ''}"
+        if adapters:
+            yield "adapters", adapters
     if facts.refusal is not None:
         yield "note", facts.refusal
         return

@@ -84,7 +84,10 @@ class Cluster(BaseHTTPRequestHandler):
 REPLIES: dict[str, tuple[int, Any]] = {
     "/version": (200, {"version": "1.2"}),
     "/health": (200, {"status": "ok"}),
-    "/v1/models": (200, {"data": [{"id": "m", "max_model_len": 4096}, {"id": "gpt"}]}),
+    "/v1/models": (
+        200,
+        {"data": [{"id": "m", "max_model_len": 4096}, {"id": "gpt"}, {"id": "pirate", "parent": "m"}]},
+    ),
 }
 
 
@@ -136,6 +139,7 @@ def test_a_whole_cluster_fits_one_screen(cluster: str) -> None:
     result = info(cluster)
     for line in (
         "model     m, a context of 4,096 tokens, also called gpt",
+        "adapters  pirate",
         "front     1 front end behind HAProxy",
         "limits    each replica: 64 turns that run, 1,024 that wait",
         "          100,000 sessions, which end after 1 h 00 min idle",
