@@ -123,15 +123,15 @@ class SessionController:
         tools: str | None = None,
         cuttable: bool = False,
         expected_turn: int | None = None,
-        adapter: str = "",
+        adapter: str | None = None,
     ) -> Turn | Replay:
         """Starts a turn, or returns the stored result if a turn with the idempotency key ran before.
 
         `rewind_to` is the number of history tokens to keep. `digest` identifies the request: a replay with another
         digest is refused. `tools` identifies the tools that the turn names (None: none). If there is a history, they
         must be those that it begins with. `cuttable`: the turn may still be cut (`cut_turn`), so it may begin in a full
-        session. `adapter`: with which adapter the model runs the turn. If that is another one than that of the turn
-        before, the history's chain is made anew, which costs the history's length.
+        session. `adapter`: with which adapter the model runs the turn (None: it does not run). If that is another one
+        than that of the turn before, the history's chain is made anew, which costs the history's length.
 
         Raises SessionNotFound, StaleEpoch, IdempotencyConflict, SessionClosing, TurnInFlight, SessionIsTree,
         TurnDiffers if it is not the `expected_turn` (None: any), InvalidRewind, ToolsDiffer and CapacityExceeded. After
@@ -404,8 +404,8 @@ class SessionController:
             raise StaleEpoch(f"{named(session_id)} is held at epoch {session.epoch}, not {epoch}")
         return session
 
-    def _chain_for(self, session: HeldSession, adapter: str) -> None:
-        if session.adapter == adapter:
+    def _chain_for(self, session: HeldSession, adapter: str | None) -> None:
+        if adapter is None or adapter == session.adapter:
             return
         chain = self._make_chain(session.tenant, adapter)
         chain.extend(session.chain.tokens)
