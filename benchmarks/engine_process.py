@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -23,6 +23,7 @@ import msgspec
 
 from cache.token_chain import KVIdentity, TokenChain
 from engine.api import (
+    AdapterNotLoaded,
     DeltaSink,
     Engine,
     EngineError,
@@ -251,7 +252,13 @@ class ProcessEngine:
     def fork_session(self, *_: Any) -> Future[int]:
         raise InvalidRequest("the trial has no forks")
 
-    def empty_chain(self, namespace: str) -> TokenChain:
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        return {}
+
+    def empty_chain(self, namespace: str, adapter: str = "") -> TokenChain:
+        if adapter:
+            raise AdapterNotLoaded("the trial has no adapters", param="model")
         return KVIdentity().chain(namespace, self._stats.page_size)
 
     def flush(self) -> Future[bool]:

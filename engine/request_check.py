@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cache.sequence_kv import pages_for
 from engine.api import (
+    ADAPTER_MARK,
     ContextLengthExceeded,
     GenerateRequest,
     InvalidRequest,
@@ -36,6 +37,8 @@ def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
     """
     if not 0 <= request.history_len <= len(request.history):
         raise InvalidRequest("history_len does not fit the history", param="history_len")
+    if ADAPTER_MARK in request.namespace.partition("\0")[0]:
+        raise InvalidRequest("namespace: it could be taken for an adapter's", param="namespace")
     if not request.new_tokens:
         raise InvalidRequest("a request needs at least one new token", param="input_ids")
     _check_sampling(request.sampling, limits)

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +22,30 @@ from torch import Tensor
 
 from engine.models.config import ModelSpec, read_json
 from engine.models.errors import BadCheckpoint, ModelError, ModelNotFound, UnsupportedModel
-from engine.models.fingerprint import checkpoint_fingerprint
+from engine.models.fingerprint import FINGERPRINT_BYTES
 from engine.models.hub import find_model
 from engine.models.weights import tensor_shapes
 from engine.settings import AdapterSettings
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+DEFAULT = 8
+"""What PEFT takes for `r` and for `lora_alpha` if they are left out."""
 
 _TENSOR = re.compile(
     r"base_model\.model\.(model\.layers\.\d+\.(?:self_attn|mlp)\.\w+_proj)\.lora_([AB])\.weight"
 )
-_READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "alpha_pattern", "init_lora_weights"})
+_READ = frozenset(
+    {"peft_type", "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "init_lora_weights"}
+)
 _WITHOUT_EFFECT = frozenset(
     {
         # How it was trained, or made.
         "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
         "lora_dropout", "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config",
         "lora_ga_config", "velora_config", "qalora_group_size", "runtime_config", "ensure_weight_tying",
-        # Which matrices it updates, and with what ranks: its tensors tell.
-        "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern",
+        # Which matrices it updates: its tensors tell.
+        "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
     }
 )  # fmt: skip
 _STARTS_THAT_KEEP_THE_MODEL = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -58,7 +63,7 @@ class MatrixUpdate:
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
     """`updates` is by the name of a matrix without its ending, such as "model.layers.0.self_attn.q_proj".
-    `fingerprint` is that of its files."""
+    `fingerprint` is that of the updates: adapters that compute the same have the same."""
 
     name: str
     fingerprint: str
@@ -68,8 +73,8 @@ class Adapter:
 def read_adapters(
     settings: Sequence[AdapterSettings], spec: ModelSpec, dtype: torch.dtype
 ) -> tuple[Adapter, ...]:
-    """The adapters of a model that is held in `dtype`, as its matrices are. Raises ModelError, which names the
-    adapter."""
+    """The adapters of a model that is held in `dtype`. They are rounded to it, `b` with its scale. Raises ModelError,
+    which names the adapter."""
     return tuple(_named(each, spec, dtype) for each in settings)
 
 
@@ -96,11 +101,27 @@ def _read(settings: AdapterSettings, spec: ModelSpec, dtype: torch.dtype) -> Ada
         if (module, "A") not in tensors or (module, "B") not in tensors:
             raise BadCheckpoint(f"{weights_file}: {module} has only one of lora_A and lora_B")
         a_RI, b_OR = tensors[module, "A"], tensors[module, "B"]
-        if len(a_RI) != b_OR.shape[1]:
-            raise BadCheckpoint(f"{weights_file}: {module} has ranks {len(a_RI)} and {b_OR.shape[1]}")
-        b_OR = b_OR.float() * _scale(config, module, len(a_RI))
-        updates[module] = MatrixUpdate(a_RI.to(dtype), b_OR.to(dtype))
-    return Adapter(settings.name, checkpoint_fingerprint(config, [weights_file]), updates)
+        rank = _number(config, "r", "rank_pattern", module)
+        if rank < 1 or (len(a_RI), b_OR.shape[1]) != (rank, rank):
+            raise BadCheckpoint(
+                f"{weights_file}: {module} has ranks {len(a_RI)} and {b_OR.shape[1]}, and {rank} in {CONFIG_FILE}"
+            )
+        alpha = _number(config, "lora_alpha", "alpha_pattern", module)
+        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        update = MatrixUpdate(a_RI.to(dtype), (b_OR.float() * scale).to(dtype))
+        if not (update.a_RI.isfinite().all() and update.b_OR.isfinite().all()):
+            raise BadCheckpoint(f"{weights_file}: {module} is not finite in {dtype}")
+        updates[module] = update
+    return Adapter(settings.name, _fingerprint(updates), updates)
+
+
+def _fingerprint(updates: Mapping[str, MatrixUpdate]) -> str:
+    digest = blake2b(digest_size=FINGERPRINT_BYTES)
+    for name, update in sorted(updates.items()):
+        for tensor in (update.a_RI, update.b_OR):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
@@ -114,6 +135,10 @@ def _check_config(config: Mapping[str, Any]) -> None:
         raise UnsupportedModel(
             f"{CONFIG_FILE}: init_lora_weights {start!r} changes the model's own weights: convert the adapter to one "
             "for the unchanged model"
+        )
+    if config.get("use_rslora") not in (None, True, False):
+        raise UnsupportedModel(
+            f"{CONFIG_FILE}: use_rslora {config['use_rslora']!r}: true or false is expected"
         )
     for key, value in config.items():
         if key not in _READ and key not in _WITHOUT_EFFECT and value not in (None, False, "none", [], {}):
@@ -144,13 +169,24 @@ def _tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[tuple[str, str], Ten
         raise BadCheckpoint(f"{path}: not a safetensors file: {error}") from error
 
 
-def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """By the alpha of the first pattern that the matrix's name ends with, as in PEFT."""
-    alpha = config.get("lora_alpha", 8)
-    for pattern, own in (config.get("alpha_pattern") or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            alpha = own
+def _number(config: Mapping[str, Any], key: str, patterns_key: str, module: str) -> float:
+    """The number that the first pattern has which the matrix's name ends with, as in PEFT; that of `key` if none
+    does."""
+    value, patterns = config.get(key, DEFAULT), config.get(patterns_key) or {}
+    if not isinstance(patterns, Mapping):
+        raise UnsupportedModel(f"{CONFIG_FILE}: {patterns_key} {patterns!r}: a map of patterns is expected")
+    for pattern, own in patterns.items():
+        try:
+            fits = re.fullmatch(rf"(.*\.)?({pattern})", module)
+        except re.error as error:
+            raise UnsupportedModel(
+                f"{CONFIG_FILE}: {patterns_key} {pattern!r}: no pattern: {error}"
+            ) from error
+        if fits:
+            value = own
             break
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise UnsupportedModel(f"{CONFIG_FILE}: lora_alpha {alpha!r}: a number is expected")
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UnsupportedModel(
+            f"{CONFIG_FILE}: {key} or {patterns_key} {value!r} for {module}: a number is expected"
+        )
+    return value

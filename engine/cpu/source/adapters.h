@@ -16,7 +16,8 @@ typedef struct {
     Matrix a, b;
 } Update;
 
-/* Which adapters a step's rows have. Rows first[i] .. first[i + 1] - 1 have adapter whose[i]; adapter 0 is none.
+/* Which adapters a step's rows have. Rows first[i] .. first[i + 1] - 1 have adapter whose[i]; adapter 0 is none. The
+   rows of an adapter stand together: there are no more spans than adapters, and one.
    `updates` is by adapter, layer and target. Shared with engine/cpu/library.py. */
 typedef struct {
     const Update *updates;

@@ -117,8 +117,8 @@ static void turn_heads(const Step *step, const Layer *layer, const LayerKV *kv, 
 }
 
 /* product() of a layer's matrix, updated by the rows' adapters. */
-static void multiply(const Step *step, int layer, int target, const Matrix *matrix, const float *x, int x_stride, float *y,
-                     int y_stride, int how, Team *team, int thread) {
+static void multiply_updated(const Step *step, int layer, int target, const Matrix *matrix, const float *x, int x_stride,
+                             float *y, int y_stride, int how, Team *team, int thread) {
     if (step->adapters == NULL)
         product(matrix, step->rows, x, x_stride, y, y_stride, how, step->scratch, team, thread);
     else
@@ -134,9 +134,10 @@ static void run_mlp(const Step *step, int index, Team *team, int thread) {
                     thread);
         return;
     }
-    multiply(step, index, GATE_UP, layer->gate_up, step->normed, step->x_width, step->inner, step->inner_width, SILU_MUL,
-             team, thread);
-    multiply(step, index, DOWN, layer->down, step->inner, step->inner_width, step->x, step->x_width, ADD, team, thread);
+    multiply_updated(step, index, GATE_UP, layer->gate_up, step->normed, step->x_width, step->inner, step->inner_width,
+                     SILU_MUL, team, thread);
+    multiply_updated(step, index, DOWN, layer->down, step->inner, step->inner_width, step->x, step->x_width, ADD, team,
+                     thread);
 }
 
 static void run_layer(const Step *step, int index, Team *team, int thread) {
@@ -144,12 +145,14 @@ static void run_layer(const Step *step, int index, Team *team, int thread) {
     const Layer *layer = &model->layers[index];
     const LayerKV *kv = &step->kv[index];
     norm_rows(step, layer->attention_norm, team, thread);
-    multiply(step, index, QKV, layer->qkv, step->normed, step->x_width, step->qkv, step->qkv_width, STORE, team, thread);
+    multiply_updated(step, index, QKV, layer->qkv, step->normed, step->x_width, step->qkv, step->qkv_width, STORE, team,
+                     thread);
     turn_heads(step, layer, kv, team, thread);
     attend(step->tilings[index], step->items, model->heads, kv, step->qkv, (size_t)step->qkv_width, step->attended,
            (size_t)step->heads_width, step->partials, team);
     team_meet(team);
-    multiply(step, index, OUT, layer->out, step->attended, step->heads_width, step->x, step->x_width, ADD, team, thread);
+    multiply_updated(step, index, OUT, layer->out, step->attended, step->heads_width, step->x, step->x_width, ADD, team,
+                     thread);
     norm_rows(step, layer->mlp_norm, team, thread);
     run_mlp(step, index, team, thread);
 }
@@ -273,7 +276,8 @@ API int kedge_decoder_step(Decoder *decoder, Team *team, const Items *items, con
     for (int row = 0; row < items->rows; row++)
         if (positions[row] < 0 || positions[row] >= model->num_positions) return BAD_POSITION;
     Step step = {.model = model, .items = items, .kv = kv, .positions = positions, .tilings = tilings,
-                 .adapters = adapters, .rows = items->rows, .x_width = product_width(layer->out), .qkv_width = product_width(layer->qkv),
+                 .adapters = adapters, .rows = items->rows, .x_width = product_width(layer->out),
+                 .qkv_width = product_width(layer->qkv),
                  .heads_width = PADDED(model->heads.heads * model->heads.head_dim), .given = x};
     Needs needs = needs_of(model, step.rows, step.x_width, team_size(team));
     step.inner_width = (int)needs.inner_width;

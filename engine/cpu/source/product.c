@@ -87,7 +87,6 @@ static Cut cut_of(const Matrix *matrix, int rows, int x_stride, int threads) {
     return cut;
 }
 
-
 static void unpack(const Matrix *matrix, int block, int rounds, float *to) {
     const uint8_t *packed = (const uint8_t *)matrix->packed + (size_t)block * block_bytes(matrix);
 #define UNPACK(format) \
@@ -175,7 +174,7 @@ static void multiply_piece_with(const Tiles *tiles, const Cut *cut, const Piece 
         }
 }
 
-/* `added` is for a single matrix, or NULL. */
+/* All matrices have the same inputs, also those without outputs. `added` is for a single matrix, or NULL. */
 static void multiply_all(const Matrix *matrices, int count, const int32_t *first, const float *x, int x_stride, float *y,
                          int y_stride, int how, const Added *added, void *scratch, Team *team, int thread) {
     size_t room = unpacked_bytes(matrices);

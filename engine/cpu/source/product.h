@@ -42,8 +42,9 @@ size_t grouped_scratch(const Matrix *matrices, int count, int rows, int threads)
 void product(const Matrix *matrix, int rows, const float *x, int x_stride, float *y, int y_stride, int how,
              void *scratch, Team *team, int thread);
 
-/* What is added to a product before it is used: rows first[i] .. first[i + 1] - 1 of x times matrix i, of the product's
-   outputs, or of none. No matrix is rounded or quantized. `room` has added_room() floats, which only SILU_MUL needs. */
+/* What is added to a product before it is used: rows first[i] .. first[i + 1] - 1 of x times matrix i. Each matrix has as
+   many outputs as the product, or none, and is neither rounded nor quantized. `room` has added_room() floats, which only
+   SILU_MUL needs. */
 typedef struct {
     const Matrix *matrices;
     const int32_t *first;

@@ -62,6 +62,19 @@ def test_updates_are_held_as_the_model_is(tmp_path: Path, spec: ModelSpec) -> No
     }
 
 
+def test_the_order_of_patterns_tells_adapters_apart(tmp_path: Path, spec: ModelSpec) -> None:
+    """The first pattern that fits decides. A fingerprint of the files in canonical form was the same for both."""
+    patterns = [("q_proj", 100), ("self_attn.q_proj", 1)]
+    settings = [
+        write_adapter(tmp_path / name, spec, 2, config={"alpha_pattern": dict(order)})
+        for name, order in (("a", patterns), ("b", patterns[::-1]))
+    ]
+    a, b = read_adapters(settings, spec, torch.float32)
+    name = "model.layers.0.self_attn.q_proj"
+    torch.testing.assert_close(a.updates[name].b_OR, 100 * b.updates[name].b_OR)
+    assert a.fingerprint != b.fingerprint
+
+
 def test_the_fingerprint_is_that_of_the_contents(tmp_path: Path, spec: ModelSpec) -> None:
     settings = [
         write_adapter(tmp_path / name, spec, 2, seed=seed)
@@ -106,6 +119,17 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], type[
     "a vector": (lambda t: t | {LORA_A: torch.ones(32)}, BadCheckpoint, r"\(32,\)"),
     "half of it": (lambda t: without(t, LORA_B), BadCheckpoint, "only one of lora_A and lora_B"),
     "two ranks": (lambda t: t | {LORA_A: torch.ones(3, 32)}, BadCheckpoint, "ranks 3 and 2"),
+    "no rank": (
+        lambda t: t | {LORA_A: torch.ones(0, 32), LORA_B: torch.ones(32, 0)},
+        BadCheckpoint,
+        "ranks 0 and 0",
+    ),
+    "another rank than it says": (
+        lambda t: t | {LORA_A: torch.ones(3, 32), LORA_B: torch.ones(32, 3)},
+        BadCheckpoint,
+        "ranks 3 and 3, and 2 in",
+    ),
+    "infinite": (lambda t: t | {LORA_B: torch.full((32, 2), torch.inf)}, BadCheckpoint, "not finite"),
     "nothing": (lambda _: {}, BadCheckpoint, "updates nothing"),
 }
 
@@ -129,6 +153,11 @@ def test_other_tensors_are_refused_by_name(tmp_path: Path, spec: ModelSpec, faul
         {"fan_in_fan_out": True},
         {"init_lora_weights": "pissa"},
         {"lora_alpha": "16"},
+        {"lora_alpha": float("nan")},
+        {"alpha_pattern": ["q_proj"]},
+        {"alpha_pattern": {"(": 1}},
+        {"rank_pattern": {"q_proj": None}},
+        {"use_rslora": "false"},
         {"alora_invocation_tokens": [1]},
         {"something_new": 3},
     ],
