@@ -120,7 +120,7 @@ def _fingerprint(updates: Mapping[str, MatrixUpdate]) -> str:
     for name, update in sorted(updates.items()):
         for tensor in (update.a_RI, update.b_OR):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().view(torch.uint8).numpy())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
