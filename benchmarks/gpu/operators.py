@@ -25,9 +25,9 @@ from engine.attention.kv_writer import write_rows
 from engine.attention.triton_backend import TritonAttention, TritonStep
 from engine.kernels.decoder_ops import TritonOps, TritonRotation
 from engine.kernels.sampling import pick_tokens
-from engine.models.config import RopeSpec
 from engine.models.layers import RotaryTable
 from engine.models.ops import TorchOps
+from engine.models.rope import RopeSpec
 from engine.runner.sample_table import SampleTable
 
 TOLERANCE = 0.01

@@ -12,9 +12,9 @@ from engine.models.errors import ModelNotFound, UnsupportedModel
 from engine.models.fp8_weights import Fp8Format, parse_fp8
 from engine.models.packed_weights import PackedFormat, parse_packed
 from engine.models.registry import Family, find_family
+from engine.models.rope import RopeSpec, parse_rope
 from engine.runner.kv_pool import KVLayout
 
-RopeType = Literal["default", "linear", "llama3"]
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
 
 DEFAULT_WINDOW = 4096
@@ -22,18 +22,6 @@ DEFAULT_WINDOW = 4096
 
 DEFAULT_FIRST_WINDOW_LAYER = 28
 """Where config.json leaves max_window_layers out."""
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary embedding: base `theta` and how its frequencies are stretched."""
-
-    theta: float = 10_000.0
-    type: RopeType = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context_len: int = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +144,7 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
         num_kv_heads=int(config.get("num_key_value_heads", family.default_kv_heads) or num_heads),
         head_dim=int(config.get("head_dim") or family.default_head_dim or hidden_size // num_heads),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=_parse_rope(config, context_len),
+        rope=parse_rope(config, context_len),
         max_context_len=context_len,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=_flag(config, "attention_bias", family, family.qkv_bias),
@@ -237,25 +225,6 @@ def _parse_experts(config: Mapping[str, Any], num_layers: int) -> ExpertsSpec | 
     if not layers:
         return None
     return ExpertsSpec(layers, num_experts, top_k, _size(config, "moe_intermediate_size"), norm_topk)
-
-
-def _parse_rope(config: Mapping[str, Any], context_len: int) -> RopeSpec:
-    """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
-    parameters: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise UnsupportedModel(f"rope scaling {kind!r} is not implemented (default, linear and llama3 are)")
-    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise UnsupportedModel(f"partial_rotary_factor {partial} is not implemented")
-    return RopeSpec(
-        theta=float(parameters.get("rope_theta", config.get("rope_theta", 10_000.0))),
-        type=kind,
-        factor=float(parameters.get("factor", 1.0)),
-        low_freq_factor=float(parameters.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(parameters.get("high_freq_factor", 4.0)),
-        original_context_len=int(parameters.get("original_max_position_embeddings", context_len)),
-    )
 
 
 def _parse_dtype(config: Mapping[str, Any]) -> CheckpointDType:

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.models.config import RopeSpec
+from engine.models.rope import RopeSpec, rotary_frequencies
 
 
 class RmsNorm:
@@ -53,10 +53,11 @@ class RotaryTable:
     def __init__(self, spec: RopeSpec, head_dim: int, context_len: int, device: torch.device) -> None:
         positions_P = torch.arange(context_len, device=device).float()
         angles_PC = torch.outer(positions_P, rotary_frequencies(spec, head_dim).to(device))
-        self.rotations_P1C = torch.polar(torch.ones_like(angles_PC), angles_PC)[:, None].contiguous()
+        lengths_PC = torch.full_like(angles_PC, spec.attention_factor)
+        self.rotations_P1C = torch.polar(lengths_PC, angles_PC)[:, None].contiguous()
 
     def rotations(self, positions_N: Tensor) -> Tensor:
-        """Unit complex numbers [N, 1, C]; the middle dimension is for heads."""
+        """Complex numbers [N, 1, C], as long as YaRN's attention factor; the middle dimension is for heads."""
         return self.rotations_P1C.index_select(0, positions_N)
 
 
@@ -68,22 +69,3 @@ def rotate_(x_NHD: Tensor, rotations_N1C: Tensor) -> None:
         return
     wide_NHC = torch.view_as_complex(x_NHD.float().view(pairs))
     x_NHD.copy_(torch.view_as_real(wide_NHC.mul_(rotations_N1C)).flatten(-2))
-
-
-def rotary_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
-    """Radians per position, float32 [C]."""
-    exponents_C = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies_C = 1.0 / (spec.theta**exponents_C)
-    if spec.type == "linear":
-        return frequencies_C / spec.factor
-    if spec.type == "llama3":
-        return _stretch_llama3(frequencies_C, spec)
-    return frequencies_C
-
-
-def _stretch_llama3(frequencies_C: Tensor, spec: RopeSpec) -> Tensor:
-    """Slows waves longer than the original context by `factor`, keeps short ones, blends those in between."""
-    turns_C = spec.original_context_len * frequencies_C / (2 * math.pi)
-    span = spec.high_freq_factor - spec.low_freq_factor
-    keep_C = ((turns_C - spec.low_freq_factor) / span).clamp(0.0, 1.0)
-    return keep_C * frequencies_C + (1.0 - keep_C) * frequencies_C / spec.factor

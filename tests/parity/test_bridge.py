@@ -35,12 +35,16 @@ SMALL = {
 }
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-YARN = {
-    "rope_type": "yarn",
+FACTORS = [1.0, 1.1, 1.3, 1.5, 2.0, 2.5, 3.0, 4.0]
+LONGROPE = {
+    "rope_type": "longrope",
     "rope_theta": 10000.0,
     "factor": 4.0,
+    "short_factor": FACTORS,
+    "long_factor": FACTORS,
     "original_max_position_embeddings": 128,
 }
+"""No native family has it."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ CASES = {
         )
     ),
     "gpt_neox": Case(lambda: transformers.GPTNeoXConfig(**SMALL)),
-    "gpt_oss": Case(
+    "gpt_oss-longrope": Case(
         lambda: transformers.GptOssConfig(
             **SMALL,
             head_dim=16,
@@ -110,6 +114,7 @@ CASES = {
             layer_types=ALTERNATING,
             num_local_experts=4,
             num_experts_per_tok=2,
+            rope_parameters=LONGROPE,
         ),
         (WINDOW, None, WINDOW),
     ),
@@ -122,7 +127,7 @@ CASES = {
             attention_multiplier=0.2,
         )
     ),
-    "llama-yarn": Case(lambda: transformers.LlamaConfig(**SMALL, rope_parameters=YARN)),
+    "llama-longrope": Case(lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LONGROPE)),
     "mixtral": Case(
         lambda: transformers.MixtralConfig(
             **SMALL, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2
@@ -131,9 +136,9 @@ CASES = {
     ),
     "olmo2": Case(lambda: transformers.Olmo2Config(**SMALL)),
     "phi3": Case(lambda: transformers.Phi3Config(**SMALL, sliding_window=WINDOW), ALL_WINDOWS),
-    "qwen3_moe-yarn": Case(
+    "qwen3_moe-longrope": Case(
         lambda: transformers.Qwen3MoeConfig(
-            **SMALL, **EXPERTS, head_dim=16, num_experts=4, rope_parameters=YARN
+            **SMALL, **EXPERTS, head_dim=16, num_experts=4, rope_parameters=LONGROPE
         )
     ),
     "smollm3": Case(lambda: transformers.SmolLM3Config(**SMALL, no_rope_layers=[1, 0, 1])),

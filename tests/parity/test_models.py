@@ -41,6 +41,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -49,6 +55,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "llama-tied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
     "llama-biased": lambda: transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
     "llama-rope3": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3_ROPE),
+    "llama-yarn": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=YARN),
     "llama-linear": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LINEAR_ROPE),
     "llama-heads": lambda: transformers.LlamaConfig(**{**SMALL, "num_key_value_heads": 4}, head_dim=24),
     "qwen2": lambda: transformers.Qwen2Config(**SMALL),

@@ -13,11 +13,11 @@ import torch
 from engine.kernels import choose, trial
 from engine.kernels.choose import choose_ops, triton_trouble
 from engine.kernels.decoder_ops import TritonOps
-from engine.models.config import RopeSpec
 from engine.models.decoder import Decoder
 from engine.models.layers import RotaryTable
 from engine.models.loader import load_model
 from engine.models.ops import DecoderOps, TorchOps
+from engine.models.rope import RopeSpec
 from engine.settings import ModelSettings
 from tests.parity.streams import CONTEXT, VOCAB, prompts, serve
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.rotary import rotate_heads_
-from engine.models.config import RopeSpec
 from engine.models.layers import RotaryTable
+from engine.models.rope import RopeSpec
 from tests.unit.engine.kernels.rounding import ROUNDING, assert_rounded_once
 
 EPS = 1e-6

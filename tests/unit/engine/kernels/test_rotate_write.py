@@ -9,8 +9,8 @@ from engine.attention.interface import KVTarget
 from engine.attention.kv_writer import write_rows
 from engine.kernels.rotary import rotate_heads_
 from engine.kernels.rotate_write import rotate_and_write
-from engine.models.config import RopeSpec
 from engine.models.layers import RotaryTable
+from engine.models.rope import RopeSpec
 from engine.runner.kv_pool import FP8, PagedKV
 
 EPS = 1e-6

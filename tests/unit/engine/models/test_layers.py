@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from engine.models.config import RopeSpec
-from engine.models.layers import RmsNorm, RotaryTable, interleave_rotary, rotary_frequencies, rotate_
+from engine.models.layers import RmsNorm, RotaryTable, interleave_rotary, rotate_
+from engine.models.rope import RopeSpec, rotary_frequencies
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,8 @@ def rotate_halves(x_NHD: Tensor, positions_N: Tensor, spec: RopeSpec) -> Tensor:
     """The pairing of the checkpoint: feature c rotates with feature c + D / 2."""
     dim = x_NHD.shape[-1]
     angles = positions_N.double()[:, None, None] * rotary_frequencies(spec, dim).double()
-    first, second = x_NHD.double().chunk(2, -1)
+    x_NHD = x_NHD.double() * spec.attention_factor
+    first, second = x_NHD.chunk(2, -1)
     turned = [
         first * angles.cos() - second * angles.sin(),
         second * angles.cos() + first * angles.sin(),
@@ -37,9 +38,9 @@ def rotate_halves(x_NHD: Tensor, positions_N: Tensor, spec: RopeSpec) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["default", "linear", "llama3"])
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
 def test_rotation_of_interleaved_pairs(kind: str, dtype: torch.dtype) -> None:
-    spec = RopeSpec(10_000.0, kind, 4.0, 1.0, 4.0, 32)  # type: ignore[arg-type]
+    spec = RopeSpec(10_000.0, kind, 4.0, 1.0, 4.0, 32, attention_factor=1.2)  # type: ignore[arg-type]
     x_NHD, positions_N = torch.randn(6, 3, 16), torch.tensor([0, 1, 5, 40, 99, 127])
     expected = rotate_halves(x_NHD, positions_N, spec)
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.models.config import ExpertsSpec, RopeSpec, parse_spec, read_config
+from engine.models.config import ExpertsSpec, parse_spec, read_config
 from engine.models.errors import ModelNotFound, UnsupportedModel
+from engine.models.rope import RopeSpec
 from engine.runner.kv_pool import KVLayout
 
 QWEN_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 8}
@@ -120,7 +121,7 @@ def test_refused_experts_name_the_field(changes: dict[str, Any], message: str) -
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window"),
         ({**QWEN_WINDOW, "layer_types": ["full_attention"]}, "layer_types of 1 layers"),
         ({**QWEN_WINDOW, "layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"vocab_size": None}, "vocab_size"),
