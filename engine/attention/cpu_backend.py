@@ -24,8 +24,8 @@ INT32 = np.dtype(np.int32).str
 class CpuAttention:
     """An AttentionBackend. Raises AttentionUnavailable for pools that the kernels cannot read.
 
-    Layers with soft caps or sinks are computed by torch's operators. If `deterministic`, those without are attended to
-    as attention.h says; this takes longer.
+    Layers with soft caps are computed by torch's operators. If `deterministic`, the others are attended to as
+    attention.h says; this takes longer.
     """
 
     name = "cpu"
@@ -49,20 +49,21 @@ class CpuAttention:
     def begin(self, items: Sequence[AttentionItem], slots_PN: Sequence[Tensor]) -> CpuAttentionStep:
         return CpuAttentionStep(self, items, slots_PN)
 
-    def layers(self, windows: Sequence[int | None]) -> Array[LayerKVC]:
-        """Where each layer's keys and values lie."""
+    def layers(self, traits: Sequence[LayerTraits]) -> Array[LayerKVC]:
+        """Where each layer's keys and values lie, and its sinks, whose tensors must be kept alive."""
         places = self._pool.places
         layers = (LayerKVC * len(places))()
-        for index, ((paged, place), window) in enumerate(zip(places, windows, strict=True)):
-            layers[index] = self._layer(paged, place, window)
+        for index, ((paged, place), each) in enumerate(zip(places, traits, strict=True)):
+            layers[index] = self._layer(paged, place, each.window, each.sinks_H)
         return layers
 
     def attend(self, step: ItemsC, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
         rows, heads, dim = q_NHD.shape
         q_NHD = q_NHD.mul(traits.scale).contiguous()
         kv_N2KD = kv_N2KD.contiguous()
+        sinks_H = None if traits.sinks_H is None else traits.sinks_H.float().contiguous()
         out_NA = torch.empty(rows, heads * dim)
-        layer_kv = self._layer(*self._pool.places[layer], traits.window)
+        layer_kv = self._layer(*self._pool.places[layer], traits.window, sinks_H)
         if self._workers is None:  # made late: models that run whole steps at once have their own threads
             self._workers = Workers(self._kernels, torch.get_num_threads())
         outcome = self._kernels.c.kedge_attention_layer(
@@ -79,12 +80,13 @@ class CpuAttention:
     def page_size(self) -> int:
         return self._pool.page_size
 
-    def _layer(self, paged: PagedKV, place: int, window: int | None) -> LayerKVC:
+    def _layer(self, paged: PagedKV, place: int, window: int | None, sinks_H: Tensor | None) -> LayerKVC:
+        assert sinks_H is None or (sinks_H.dtype == torch.float32 and sinks_H.is_contiguous())
         keys_KSD, values_KSD = paged.kv_L2KSD[place].unbind(0)
         in_window_pool = paged is self._pool.window
         return LayerKVC(
-            keys_KSD.data_ptr(), values_KSD.data_ptr(), keys_KSD.stride(0), in_window_pool, window or 0,
-            paged.num_pages,
+            keys_KSD.data_ptr(), values_KSD.data_ptr(), None if sinks_H is None else sinks_H.data_ptr(),
+            keys_KSD.stride(0), in_window_pool, window or 0, paged.num_pages,
         )  # fmt: skip
 
 
@@ -112,7 +114,7 @@ class CpuAttentionStep:
         )
 
     def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
-        if traits.plain_scores:
+        if traits.softcap is None:
             return self.backend.attend(self.items_c, layer, q_NHD, kv_N2KD, traits)
         if self._fallback is None:
             self._fallback = self.backend.fall_back(self._items, self._slots_PN)

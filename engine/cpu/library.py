@@ -73,6 +73,7 @@ class LayerKVC(Structure):
     _fields_ = (
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("sinks", c_void_p),
         ("head_stride", c_int64),
         ("in_window_pool", c_int32),
         ("window", c_int32),

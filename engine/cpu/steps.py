@@ -123,7 +123,7 @@ class WholeSteps:
     def _layers_of(self, backend: CpuAttention) -> int:
         """The address of the layers' KV descriptions for the kernels; computed once for each pool."""
         if self._kv is None or self._kv[0] is not backend:
-            self._kv = backend, backend.layers(self._decoder.spec.windows)
+            self._kv = backend, backend.layers([parts.traits for parts in self._decoder.parts])
         return addressof(self._kv[1])
 
     def _layer(self, parts: LayerParts) -> LayerC:

@@ -33,8 +33,9 @@ from engine.parallel.ranks import RankGroup
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerParts:
-    """One layer's norms and products. `head_norm_AD` is the norm of query and key heads."""
+    """One layer's attention, norms and products. `head_norm_AD` is the norm of query and key heads."""
 
+    traits: LayerTraits
     attention_norm_E: Tensor
     mlp_norm_E: Tensor
     head_norm_AD: Tensor | None
@@ -57,7 +58,7 @@ class DecoderLayer:
         self._num_heads = spec.num_heads
         self._num_kv_heads = spec.num_kv_heads
         self._head_dim = spec.head_dim
-        self._traits = LayerTraits(spec.head_dim**-0.5, spec.windows[index])
+        self._traits = parts.traits
         self._attention_norm = ops.norm(parts.attention_norm_E, spec.rms_norm_eps)
         self._mlp_norm = ops.norm(parts.mlp_norm_E, spec.rms_norm_eps)
         self._rotate_ = ops.rotation(parts.head_norm_AD, spec.rms_norm_eps)
@@ -159,6 +160,7 @@ class LayerWeights:
     ) -> None:
         self._spec = spec
         self._experts = spec.experts_of(index)
+        self._index = index
         self._prefix = f"model.layers.{index}."
         self._source = source
         self._make_linear = make_linear
@@ -172,6 +174,7 @@ class LayerWeights:
     def parts(self, ops: DecoderOps) -> LayerParts:
         spec = self._spec
         return LayerParts(
+            traits=LayerTraits(spec.head_dim**-0.5, spec.windows[self._index]),
             attention_norm_E=self.vector("input_layernorm.weight"),
             mlp_norm_E=self.vector("post_attention_layernorm.weight"),
             head_norm_AD=self.qk_norm() if spec.qk_norm else None,

@@ -183,6 +183,7 @@ static void attend_few(const Tile *tile, const Items *items, Heads heads, const 
         few.q[r] = q + (size_t)row * q_stride + (size_t)(head * head_dim);
         few.out[r] = found[r];
         few.most[r] = NOTHING;
+        if (layer->sinks != NULL && tile->part == 0) few.most[r] = layer->sinks[head], few.sum[r] = 1;
         memset(found[r], 0, (size_t)PADDED(head_dim) * sizeof(float));
     }
     Block blocks[2], *block = &blocks[0], *next = &blocks[1];
@@ -274,17 +275,18 @@ static void attend_lanes(const Tile *tile, const Items *items, Heads heads, cons
     int group = heads.heads / heads.kv_heads, head_dim = heads.head_dim, history = item->length - item->queries;
     float *rows_out[LANES];
     Ints first_keys, last_keys;
+    Floats highest = every(NOTHING), sum = every(layer->sinks != NULL);
     for (int r = 0; r < LANES; r++) {
         int at = tile->row + least(r, tile->rows - 1), head = tile->kv_head * group + at % group;
         int row = item->row + at / group, position = history + at / group;
         const float *from = q + (size_t)row * q_stride + (size_t)(head * head_dim);
         for (int d = 0; d < head_dim; d++) lanes->q[d * LANES + r] = from[d];
+        if (layer->sinks != NULL) highest[r] = layer->sinks[head];
         rows_out[r] = out + (size_t)row * out_stride + (size_t)(head * head_dim);
         first_keys[r] = first_key(layer->window, position);
         last_keys[r] = position;
     }
     memset(lanes->out, 0, (size_t)head_dim * LANES * sizeof(float));
-    Floats highest = every(NOTHING), sum = {0};
     Block block;
     size_t head_at = (size_t)tile->kv_head * (size_t)layer->head_stride;
     const float *keys = layer->keys + head_at, *values = layer->values + head_at;

@@ -38,9 +38,11 @@ typedef struct {
 } Items;
 
 /* One layer's keys and values: head h of slot s is at keys + h * head_stride + s * head_dim, and likewise values. A
-   query sees the last `window` tokens up to its own, all if that is 0. `num_pages` is the pool's. */
+   query sees the last `window` tokens up to its own, all if that is 0. `num_pages` is the pool's. `sinks` has a score
+   for each head, which takes part in the softmax without a value; or it is NULL. */
 typedef struct {
     float *keys, *values;
+    const float *sinks;
     int64_t head_stride;
     int32_t in_window_pool, window, num_pages;
 } LayerKV;

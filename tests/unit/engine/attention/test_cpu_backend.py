@@ -17,7 +17,7 @@ from tests.unit.engine.cpu.builds import every_build, kernels_of
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("kind", ["plain", "cap and sinks"])
+@pytest.mark.parametrize("kind", ["plain", "sinks", "cap and sinks"])
 @pytest.mark.parametrize("most_queries", [1, 9, LONGEST], ids=["decode", "verify", "extend"])
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "scattered"])
 @pytest.mark.parametrize("page_size", [1, 4, 16, 256])
@@ -59,10 +59,12 @@ def planned(counts: list[int], lengths: list[int]) -> tuple[list[AttentionItem],
     )
 
 
-def decoded(backend: AttentionBackend, layout: KVLayout, heads: int, window: int | None) -> torch.Tensor:
+def decoded(
+    backend: AttentionBackend, layout: KVLayout, heads: int, window: int | None, sinks: bool
+) -> torch.Tensor:
     """The output for a few new tokens after long histories."""
     random = torch.Generator().manual_seed(heads)
-    traits = LayerTraits(0.25, window)
+    traits = LayerTraits(0.25, window, sinks_H=6 * torch.randn(heads, generator=random) if sinks else None)
     kv_N2KD = torch.randn(sum(HISTORY), 2, layout.num_kv_heads, layout.head_dim, generator=random)
     step = backend.begin(*planned(HISTORY, HISTORY))
     if isinstance(step, ReferenceStep):
@@ -77,17 +79,18 @@ def decoded(backend: AttentionBackend, layout: KVLayout, heads: int, window: int
 
 @pytest.mark.parametrize("dim", [8, 20, 64, 80, 128])
 @pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @every_build
 def test_long_histories_of_many_heads(
-    variant: str, threads: int, dim: int, monkeypatch: pytest.MonkeyPatch
+    variant: str, sinks: bool, threads: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The histories are so long that several threads share the keys of a few rows."""
     kernels = kernels_of(variant)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     for heads, kv_heads, window in ((5, 5, None), (8, 1, None), (14, 2, None), (6, 2, 400), (4, 2, 7)):
         layout = KVLayout(kv_heads, dim, (None,))
-        expected = decoded(ReferenceAttention(poisoned(layout)), layout, heads, window)
-        got = decoded(CpuAttention(poisoned(layout), kernels), layout, heads, window)
+        expected = decoded(ReferenceAttention(poisoned(layout)), layout, heads, window, sinks)
+        got = decoded(CpuAttention(poisoned(layout), kernels), layout, heads, window, sinks)
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 
 

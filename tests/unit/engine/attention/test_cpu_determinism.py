@@ -81,13 +81,22 @@ def steps(done: list[int], most: int, random: np.random.Generator) -> Iterator[t
             yield index, at, min(int(random.integers(1, most + 1)), length - at)
 
 
-@pytest.mark.parametrize("window", [None, 20, 100])
+@pytest.mark.parametrize(
+    ("window", "sinks"), [(None, False), (20, False), (100, False), (None, True), (20, True)]
+)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 3, 20), (9, 1, 16)])
 @every_build
 def test_a_query_has_the_same_bits_in_every_step(
-    variant: str, heads: int, kv_heads: int, dim: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+    variant: str,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int | None,
+    sinks: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kernels, traits, random = kernels_of(variant), LayerTraits(0.25, window), np.random.default_rng(dim)
+    kernels, random = kernels_of(variant), np.random.default_rng(dim)
+    traits = LayerTraits(0.25, window, sinks_H=torch.linspace(-3, 9, heads) if sinks else None)
     sequences = Sequences(heads, kv_heads, dim)
     expected = sequences.alone(kernels, traits)
     assert all(each.isfinite().all() for each in expected)
