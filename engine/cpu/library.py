@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 VARIANTS = ("amx", "avx512bf16", "avx512", "avx2", "neon")
 """The best first. The names are those of setup.py."""
 
-FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, FLOAT8 = range(6)
+FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, FLOAT8, FLOAT4 = range(7)
 """Formats of weights, as in product.h."""
 
 LARGEST_HEAD = 512
@@ -38,6 +38,8 @@ class MatrixC(Structure):
         ("paired", c_int32),
         ("rounds", c_int32),
         ("group", c_int32),
+        ("alpha", c_float),
+        ("limit", c_float),
     )
 
 

@@ -4,9 +4,9 @@ A checkpoint's weights are stored in 16 bits where that loses nothing: decode re
 bytes take less time. Arithmetic is float32 all the same. If the model is held in bfloat16 (`rounds`), many rows are
 rounded to bfloat16 where the CPU multiplies that faster.
 
-What is stored in fp8 or in integers of 4 or 8 bits stays so. Its weights become floats in registers, by the product and
-the order of sums that a matrix would have which was multiplied out in float32: results are the same, bit for bit. With
-many rows a thread does this for a few outputs at a time, in its cache.
+What is stored in fp8, fp4 or integers of 4 or 8 bits stays so. Its weights become floats in registers, by the product
+and the order of sums that a matrix would have which was multiplied out in float32: results are the same, bit for bit.
+With many rows a thread does this for a few outputs at a time, in its cache.
 
 Legend: N rows of input, I input features, O output features, B blocks of inputs that share a scale.
 """
@@ -22,24 +22,26 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from engine.cpu.library import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT4, INT8, MatrixC, Workers
+from engine.cpu.library import BFLOAT16, FLOAT4, FLOAT8, FLOAT16, FLOAT32, INT4, INT8, MatrixC, Workers
+from engine.models.clamped_swiglu import ClampedSwiglu
 from engine.models.linear import Linear
-from engine.models.quantized_matrix import QuantizedMatrix
+from engine.models.quantized_matrix import Kind, QuantizedMatrix
 
 ALIGNMENT = 64
 HUGE_PAGE = 2**21
 BLOCK = 2**26
 """Bytes of a mapping for several matrices."""
 
-STORE, SILU_MUL = 0, 2
+STORE, GATED = 0, 2
 """What to do with a product, as in product.h."""
 
 FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+KINDS: Mapping[Kind, int] = {"fp8": FLOAT8, "fp4": FLOAT4, "int8": INT8, "int4": INT4}
 
 
 class PackedMatrix:
     """A Linear in float32. With `paired` the first half of the outputs is a gate: the result is silu(gate) * the second
-    half, O / 2 wide."""
+    half, O / 2 wide, or with `clamped` what that makes of them."""
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class PackedMatrix:
         *,
         rounds: bool,
         paired: bool = False,
+        clamped: ClampedSwiglu | None = None,
     ) -> None:
         kept = weight_OI if isinstance(weight_OI, QuantizedMatrix) else None
         values_OI = narrowed(weight_OI) if isinstance(weight_OI, Tensor) else weight_OI.values_OI
@@ -58,10 +61,11 @@ class PackedMatrix:
         self._c = workers.kernels.c
         self._outputs = outputs // 2 if paired else outputs
         self._inputs = inputs
-        self._how = SILU_MUL if paired else STORE
-        stored_as = FORMATS[values_OI.dtype] if kept is None else quantized_format(kept)
+        self._how = GATED if paired else STORE
+        stored_as = FORMATS[values_OI.dtype] if kept is None else KINDS[kept.kind]
         group = 0 if kept is None else kept.group
-        self.matrix = MatrixC(None, None, stored_as, outputs, inputs, paired, rounds, group)
+        alpha, limit = (0.0, 0.0) if clamped is None else (clamped.alpha, clamped.limit)
+        self.matrix = MatrixC(None, None, stored_as, outputs, inputs, paired, rounds, group, alpha, limit)
         self.width = int(self._c.kedge_product_width(byref(self.matrix)))
         """Floats of a row of results, padding included."""
         self._packed = memory.take(self._c.kedge_packed_bytes(byref(self.matrix)))
@@ -111,20 +115,39 @@ class PackedLinears:
         self.workers = workers
         self._memory = WeightMemory()
         self._rounds = rounds
-        self._kept: Counter[str] = Counter()
+        self._kept: Counter[Kind] = Counter()
 
     def __call__(self, weight_OI: Tensor | QuantizedMatrix, bias_O: Tensor | None) -> Linear:
         self._count(weight_OI)
         return PackedMatrix(weight_OI, bias_O, self.workers, self._memory, rounds=self._rounds)
 
     def keeps(self, matrix: QuantizedMatrix) -> bool:
-        """The kernels take two inputs at a time, and do not know the NaN of fp8."""
-        in_twos = matrix.values_OI.shape[1] % 2 == matrix.group % 2 == 0
-        return in_twos and not (matrix.is_fp8 and bool(matrix.values_OI.isnan().any()))
+        """The kernels take two inputs at a time, do not know the NaN of fp8, and have the scales of fp4 by their
+        exponents."""
+        if matrix.values_OI.shape[1] % 2 or matrix.group % 2:
+            return False
+        if matrix.kind == "fp4":
+            smallest, largest = matrix.scales_OB.aminmax()
+            return bool(smallest >= torch.finfo(torch.float32).tiny and largest.isfinite())
+        return not (matrix.kind == "fp8" and bool(matrix.values_OI.isnan().any()))
 
     def gated(self, gate_up_OI: Tensor | QuantizedMatrix, bias_O: Tensor | None) -> Linear:
         self._count(gate_up_OI)
         return PackedMatrix(gate_up_OI, bias_O, self.workers, self._memory, rounds=self._rounds, paired=True)
+
+    def clamped(
+        self, gate_up_OI: Tensor | QuantizedMatrix, bias_O: Tensor, activation: ClampedSwiglu
+    ) -> Linear:
+        self._count(gate_up_OI)
+        return PackedMatrix(
+            gate_up_OI,
+            bias_O,
+            self.workers,
+            self._memory,
+            rounds=self._rounds,
+            paired=True,
+            clamped=activation,
+        )
 
     def describe(self) -> Mapping[str, str]:
         about = {"linear": "cpu", "linear_reason": f"compiled for {self.workers.kernels.variant}"}
@@ -136,13 +159,7 @@ class PackedLinears:
 
     def _count(self, weight_OI: Tensor | QuantizedMatrix) -> None:
         if isinstance(weight_OI, QuantizedMatrix):
-            self._kept["fp8" if weight_OI.is_fp8 else f"int{weight_OI.bits}"] += 1
-
-
-def quantized_format(matrix: QuantizedMatrix) -> int:
-    if matrix.is_fp8:
-        return FLOAT8
-    return INT4 if matrix.bits == 4 else INT8
+            self._kept[weight_OI.kind] += 1
 
 
 def narrowed(weight_OI: Tensor) -> Tensor:

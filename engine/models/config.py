@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from engine.models.clamped_swiglu import ClampedSwiglu
 from engine.models.errors import ModelNotFound, UnsupportedModel
 from engine.models.fp8_weights import Fp8Format, parse_fp8
+from engine.models.mxfp4_weights import Mxfp4Format, parse_mxfp4
 from engine.models.packed_weights import PackedFormat, parse_packed
 from engine.models.registry import Family, find_family
-from engine.models.rope import RopeSpec, parse_rope
+from engine.models.rope import RopeSpec, parse_rope, positive_number, rope_parameters
 from engine.runner.kv_pool import KVLayout
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
@@ -27,13 +29,15 @@ DEFAULT_FIRST_WINDOW_LAYER = 28
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
     """`layers` have `num_experts` gated MLPs of `intermediate_size` in place of one. A router chooses `top_k` of them
-    for each token. With `norm_topk` the weights of these sum to one."""
+    for each token. With `norm_topk` the weights of these sum to one. With `clamped`, their activation, they are
+    GPT-OSS's: they and the router have biases, and those of a layer are one tensor in the checkpoint."""
 
     layers: frozenset[int]
     num_experts: int
     top_k: int
     intermediate_size: int
     norm_topk: bool
+    clamped: ClampedSwiglu | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +68,11 @@ class ModelSpec:
     checkpoint_dtype: CheckpointDType
     fp8: Fp8Format | None
     """How matrices in fp8 are stored; None if there are none."""
-    packed: PackedFormat | None
-    """How matrices of packed integers are stored; None if there are none."""
+    packed: PackedFormat | Mxfp4Format | None
+    """How matrices of packed integers, or experts in MXFP4, are stored; None if there are none."""
     experts: ExpertsSpec | None
+    sinks: bool
+    """Whether heads have attention sinks."""
 
     def experts_of(self, layer: int) -> ExpertsSpec | None:
         return self.experts if self.experts is not None and layer in self.experts.layers else None
@@ -129,10 +135,10 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
     """`config` is the parsed config.json. Raises UnsupportedModel that names what no native family implements."""
     family = find_family(config)
     context_len = int(config.get("max_position_embeddings") or 2048)
-    _refuse_unknown(config)
+    _refuse_unknown(config, family)
     num_heads = _size(config, "num_attention_heads")
     num_layers = _size(config, "num_hidden_layers")
-    packed = parse_packed(config)
+    packed = parse_mxfp4(config) if family.experts == "gpt_oss" else parse_packed(config)
     hidden_size = _size(config, "hidden_size")
     spec = ModelSpec(
         family=family.name,
@@ -155,7 +161,8 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
         checkpoint_dtype=_parse_dtype(config),
         fp8=parse_fp8(config) if packed is None else None,
         packed=packed,
-        experts=_parse_experts(config, num_layers) if family.experts else None,
+        experts=_parse_experts(config, family, num_layers),
+        sinks=family.sinks,
     )
     if spec.num_heads % spec.num_kv_heads or spec.head_dim % 2:
         raise UnsupportedModel(
@@ -174,13 +181,17 @@ def _size(config: Mapping[str, Any], key: str) -> int:
 
 def _flag(config: Mapping[str, Any], key: str, family: Family, fixed: bool) -> bool:
     """Some families read a bias flag; the others have it built in and ignore the key."""
-    return bool(config.get(key, False)) if key in family.bias_keys else fixed
+    return bool(config.get(key, family.default_bias)) if key in family.bias_keys else fixed
 
 
-def _refuse_unknown(config: Mapping[str, Any]) -> None:
+def _refuse_unknown(config: Mapping[str, Any], family: Family) -> None:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModel(f"hidden_act {activation!r}: only 'silu' is implemented")
+    found = config.keys() | rope_parameters(config).keys()
+    if not family.required <= found:
+        missing = ", ".join(sorted(family.required - found))
+        raise UnsupportedModel(f"config.json of {family.name} lacks {missing}")
 
 
 def _parse_windows(
@@ -188,15 +199,19 @@ def _parse_windows(
 ) -> tuple[int | None, ...]:
     """Windows by layer. A window as long as the context counts as none."""
     window = None
-    if family.window == "always" or (family.window != "never" and config.get("use_sliding_window", False)):
+    if family.window in ("always", "by layer") or (
+        family.window != "never" and config.get("use_sliding_window", False)
+    ):
         window = config.get("sliding_window", DEFAULT_WINDOW)
     if window is not None and (type(window) is not int or window < 1):
         raise UnsupportedModel(f"config.json: sliding_window must be a positive integer, not {window!r}")
     if window is None or window >= context_len:
         return (None,) * num_layers
-    if family.window != "flag":
+    if family.window not in ("flag", "by layer"):
         return (window,) * num_layers
     kinds = config.get("layer_types")
+    if kinds is None and family.window == "by layer":
+        return tuple(None if layer % 2 else window for layer in range(num_layers))
     if kinds is None:
         first = int(config.get("max_window_layers", DEFAULT_FIRST_WINDOW_LAYER))
         return tuple(window if layer >= first else None for layer in range(num_layers))
@@ -206,14 +221,25 @@ def _parse_windows(
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _parse_experts(config: Mapping[str, Any], num_layers: int) -> ExpertsSpec | None:
+def _parse_experts(config: Mapping[str, Any], family: Family, num_layers: int) -> ExpertsSpec | None:
     """None if no layer has experts. transformers 5 writes num_experts as num_local_experts."""
+    if family.experts == "none":
+        return None
     key = "num_local_experts" if "num_local_experts" in config else "num_experts"
     if type(config.get(key)) is int and config[key] == 0:
         return None
     num_experts, top_k = _size(config, key), _size(config, "num_experts_per_tok")
     if top_k > num_experts:
         raise UnsupportedModel(f"config.json: num_experts_per_tok {top_k} of {num_experts} experts")
+    if family.experts == "gpt_oss":
+        inner = _size(config, "intermediate_size")
+        alpha, limit = (
+            positive_number(config, key, default)
+            for key, default in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0))
+        )
+        return ExpertsSpec(
+            frozenset(range(num_layers)), num_experts, top_k, inner, True, ClampedSwiglu(alpha, limit)
+        )
     step = _size(config, "decoder_sparse_step") if "decoder_sparse_step" in config else 1
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):

@@ -27,6 +27,7 @@ from engine.models.quantized_matrix import (
     stack_quantized,
 )
 from engine.models.shares import vocabulary_share
+from engine.models.stacked_experts import StackedExperts
 from engine.models.weights import WeightSource
 from engine.parallel.ranks import RankGroup
 
@@ -167,6 +168,12 @@ class LayerWeights:
         self._device = device
         self._activations = activations
 
+    def sinks(self) -> Tensor:
+        """A score for each query head, in float32."""
+        return (
+            self._source.take(f"{self._prefix}self_attn.sinks").to(self._device, torch.float32).contiguous()
+        )
+
     def vector(self, name: str) -> Tensor:
         """A norm's weights, in the dtype of activations."""
         return self._source.take(self._prefix + name).to(self._device, self._activations)
@@ -174,7 +181,9 @@ class LayerWeights:
     def parts(self, ops: DecoderOps) -> LayerParts:
         spec = self._spec
         return LayerParts(
-            traits=LayerTraits(spec.head_dim**-0.5, spec.windows[self._index]),
+            traits=LayerTraits(
+                spec.head_dim**-0.5, spec.windows[self._index], sinks_H=self.sinks() if spec.sinks else None
+            ),
             attention_norm_E=self.vector("input_layernorm.weight"),
             mlp_norm_E=self.vector("post_attention_layernorm.weight"),
             head_norm_AD=self.qk_norm() if spec.qk_norm else None,
@@ -187,6 +196,11 @@ class LayerWeights:
         return GatedMlp(self.gated(prefix, ops), self.linear(f"{prefix}down_proj", self._spec.mlp_bias))
 
     def experts(self, experts: ExpertsSpec, ops: DecoderOps) -> Experts:
+        if experts.clamped is not None:
+            prefix = f"{self._prefix}mlp.experts."
+            stacked = StackedExperts(self._source, prefix, self._make_linear, self._device)
+            mlps = stacked.mlps(experts.num_experts, experts.clamped)
+            return Experts(self.linear("mlp.router", True), mlps, experts.top_k, experts.norm_topk)
         mlps = [self.mlp(f"mlp.experts.{index}.", ops) for index in range(experts.num_experts)]
         return Experts(self.linear("mlp.gate", False), mlps, experts.top_k, experts.norm_topk)
 

@@ -103,7 +103,7 @@ class KeepingLinears:
         return self._plain(weight_OI, bias_O)
 
     def keeps(self, matrix: QuantizedMatrix) -> bool:
-        return matrix.is_fp8
+        return matrix.kind == "fp8"
 
     def _fp8(self, matrix: QuantizedMatrix, bias_O: Tensor | None) -> Linear:
         ways: dict[str, Callable[[], Linear]] = {TORCH: partial(ScratchLinear, matrix, bias_O, self._scratch)}

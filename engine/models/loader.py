@@ -180,6 +180,7 @@ def _load_native(
         native=True,
         fingerprint=_fingerprint(directory, settings, device),
         weights_dtype=weights_dtype,
+        sinks=spec.num_heads if spec.sinks else 0,
         group=spec.num_heads // spec.num_kv_heads,
         keeps_quantized=spec.is_quantized and ranks.size == 1 and isinstance(linears, QuantizedLinears),
         about=linears.describe(),

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -59,6 +59,8 @@ class PackedFormat:
     zeros_are_less_one: bool = False
     has_zeros: bool = True
     ordered: bool = False
+    dtypes: ClassVar[Mapping[str, str]] = dict.fromkeys(WORDS, "I32")
+    """Of the tensors whose type matters, as safetensors calls them."""
 
     @property
     def needed(self) -> frozenset[str]:

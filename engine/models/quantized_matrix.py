@@ -1,4 +1,4 @@
-"""A matrix that is held as it is stored: in fp8, or in integers of 4 or 8 bits, with its scales.
+"""A matrix that is held as it is stored: in fp8, in fp4, or in integers of 4 or 8 bits, with its scales.
 
 Legend: O output features, I input features, B blocks of input features that share a scale.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,12 +15,17 @@ from torch import Tensor
 from engine.models.linear import Linear
 
 FP8 = torch.float8_e4m3fn
+FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""What the 16 codes of e2m1 stand for."""
+
+Kind = Literal["fp8", "fp4", "int8", "int4"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedMatrix:
-    """A weight is (value - zero) * scale. `values_OI` are in float8_e4m3fn, without zeros, or integers of `bits` in
-    uint8, with `zeros_OB` in uint8. `scales_OB` are in float32. A row has a scale for each `columns` inputs."""
+    """A weight is (value - zero) * scale. `values_OI` are in float8_e4m3fn, without zeros, or in uint8: integers of
+    `bits`, with `zeros_OB` in uint8, or without zeros codes of e2m1, whose scales are powers of two. `scales_OB` are in
+    float32. A row has a scale for each `columns` inputs."""
 
     values_OI: Tensor
     scales_OB: Tensor
@@ -34,18 +39,30 @@ class QuantizedMatrix:
         return min(self.columns, self.values_OI.shape[1])
 
     @property
-    def is_fp8(self) -> bool:
-        return self.values_OI.dtype == FP8
+    def kind(self) -> Kind:
+        if self.values_OI.dtype == FP8:
+            return "fp8"
+        if self.zeros_OB is None:
+            return "fp4"
+        return "int4" if self.bits == 4 else "int8"
 
     def multiplied(self, dtype: torch.dtype) -> Tensor:
         """The weights [O, I], multiplied in float32 and rounded once."""
-        values_OI = self.values_OI.to(torch.float32)
+        if self.kind == "fp4":
+            numbers = torch.tensor(FP4_NUMBERS, device=self.values_OI.device)
+            values_OI = numbers[self.values_OI.int()]
+        else:
+            values_OI = self.values_OI.to(torch.float32)
         if self.zeros_OB is not None:
             values_OI -= self._of_each(self.zeros_OB).to(torch.float32)
         return (values_OI * self._of_each(self.scales_OB)).to(dtype)
 
     def to(self, device: torch.device) -> QuantizedMatrix:
         return self._with(lambda tensor: tensor.to(device))
+
+    def rows(self, start: int, stop: int) -> QuantizedMatrix:
+        """A view of outputs start .. stop-1."""
+        return self._with(lambda tensor: tensor[start:stop])
 
     def rearranged(self, rows: Callable[[Tensor], Tensor]) -> QuantizedMatrix:
         """`rows` puts rows in another order, whatever they hold. It gets the values as bytes."""
@@ -74,7 +91,7 @@ def stack_quantized(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix | None:
     first = parts[0]
     if len(parts) == 1:
         return first
-    if len({(part.is_fp8, part.bits, part.columns, part.scales_OB.shape[1]) for part in parts}) > 1:
+    if len({(part.kind, part.columns, part.scales_OB.shape[1]) for part in parts}) > 1:
         return None
     zeros = [part.zeros_OB for part in parts if part.zeros_OB is not None]
     values_OI = torch.cat([part.values_OI.view(torch.uint8) for part in parts])

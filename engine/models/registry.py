@@ -12,9 +12,11 @@ from engine.models.errors import UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`bias_keys` are the bias flags of config.json that this family reads. `window` says when it has a sliding window:
-    never, when use_sliding_window is set (in some layers, or in all of them), or always unless sliding_window is
-    null. With `experts`, layers may have experts instead of an MLP."""
+    """`bias_keys` are the bias flags of config.json that this family reads, with their `default_bias`. `window` says
+    when it has a sliding window: never, when use_sliding_window is set (in some layers, or in all of them), always
+    unless sliding_window is null, or in the layers that layer_types names. `experts`: some layers have them instead of
+    an MLP, or all layers have those of GPT-OSS. `sinks`: heads have attention sinks. `required` keys have
+    defaults of their own in this family, so config.json must have them."""
 
     name: str
     qkv_bias: bool = False
@@ -22,8 +24,11 @@ class Family:
     bias_keys: frozenset[str] = frozenset()
     default_kv_heads: int | None = None
     default_head_dim: int | None = None
-    window: Literal["never", "flag", "flag for all", "always"] = "never"
-    experts: bool = False
+    window: Literal["never", "flag", "flag for all", "always", "by layer"] = "never"
+    experts: Literal["none", "some layers", "gpt_oss"] = "none"
+    default_bias: bool = False
+    sinks: bool = False
+    required: frozenset[str] = frozenset()
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -44,9 +49,20 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             bias_keys=frozenset({"attention_bias"}),
             default_kv_heads=4,
             window="flag for all",
-            experts=True,
+            experts="some layers",
         ),
         "MistralForCausalLM": Family("mistral", default_kv_heads=8, window="always"),
+        "GptOssForCausalLM": Family(
+            "gpt_oss",
+            bias_keys=frozenset({"attention_bias"}),
+            default_bias=True,
+            default_kv_heads=8,
+            default_head_dim=64,
+            window="by layer",
+            experts="gpt_oss",
+            sinks=True,
+            required=frozenset({"sliding_window", "rope_type", "rope_theta"}),
+        ),
     }
 )
 

@@ -36,10 +36,9 @@ class RopeSpec:
     attention_factor: float = 1.0
 
 
-def parse_rope(config: Mapping[str, Any], context_len: int, default_theta: float = 10_000.0) -> RopeSpec:
-    """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before). Raises UnsupportedModel
-    that names the key."""
-    parameters: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+def parse_rope(config: Mapping[str, Any], context_len: int) -> RopeSpec:
+    """Raises UnsupportedModel that names the key."""
+    parameters = rope_parameters(config)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise UnsupportedModel(
@@ -48,20 +47,25 @@ def parse_rope(config: Mapping[str, Any], context_len: int, default_theta: float
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise UnsupportedModel(f"partial_rotary_factor {partial} is not implemented")
-    original_len = int(_number(parameters, "original_max_position_embeddings", context_len))
-    factor = _number(parameters, "factor", context_len / original_len if kind == "yarn" else 1.0)
+    original_len = int(positive_number(parameters, "original_max_position_embeddings", context_len))
+    factor = positive_number(parameters, "factor", context_len / original_len if kind == "yarn" else 1.0)
     return RopeSpec(
-        theta=_number(parameters, "rope_theta", _number(config, "rope_theta", default_theta)),
+        theta=positive_number(parameters, "rope_theta", positive_number(config, "rope_theta", 10_000.0)),
         type=kind,
         factor=factor,
-        low_freq_factor=_number(parameters, "low_freq_factor", 1.0),
-        high_freq_factor=_number(parameters, "high_freq_factor", 4.0),
+        low_freq_factor=positive_number(parameters, "low_freq_factor", 1.0),
+        high_freq_factor=positive_number(parameters, "high_freq_factor", 4.0),
         original_context_len=original_len,
-        beta_fast=_number(parameters, "beta_fast", 32.0),
-        beta_slow=_number(parameters, "beta_slow", 1.0),
+        beta_fast=positive_number(parameters, "beta_fast", 32.0),
+        beta_slow=positive_number(parameters, "beta_slow", 1.0),
         truncate=bool(parameters.get("truncate", True)),
         attention_factor=_attention_factor(parameters, factor) if kind == "yarn" else 1.0,
     )
+
+
+def rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`rope_parameters` (transformers 5), or `rope_scaling` (before), which lacks `rope_theta`."""
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
 
 def rotary_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
@@ -78,8 +82,8 @@ def rotary_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
     return frequencies_C
 
 
-def _number(values: Mapping[str, Any], key: str, default: float) -> float:
-    """A positive number; null stands for the default."""
+def positive_number(values: Mapping[str, Any], key: str, default: float) -> float:
+    """A number of a configuration; null stands for the default. Raises UnsupportedModel."""
     value = values.get(key)
     if value is None:
         return default
@@ -92,10 +96,10 @@ def _attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
     """As transformers reads it: `attention_factor`, else from `mscale` and `mscale_all_dim` if there are both, else
     from the factor, as the paper has it."""
     if parameters.get("attention_factor") is not None:
-        return _number(parameters, "attention_factor", 1.0)
+        return positive_number(parameters, "attention_factor", 1.0)
     if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        whole = _magnitude(factor, _number(parameters, "mscale_all_dim", 1.0))
-        return _magnitude(factor, _number(parameters, "mscale", 1.0)) / whole
+        whole = _magnitude(factor, positive_number(parameters, "mscale_all_dim", 1.0))
+        return _magnitude(factor, positive_number(parameters, "mscale", 1.0)) / whole
     return _magnitude(factor, 1.0)
 
 

@@ -11,10 +11,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.models.config import ModelSpec, read_json
+from engine.models.config import ExpertsSpec, ModelSpec, read_json
 from engine.models.errors import BadCheckpoint, ModelNotFound
 from engine.models.fp8_weights import SCALES, STORED, UNREAD
-from engine.models.packed_weights import WORDS
+from engine.models.mxfp4_weights import Mxfp4Format
+from engine.models.packed_weights import PackedFormat
 from engine.models.quantized_matrix import QuantizedMatrix
 from engine.models.shares import Shares
 
@@ -63,7 +64,11 @@ def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
         "self_attn.o_proj": ((hidden, queries), spec.out_bias),
     }
     mlps, inner = ["mlp"], spec.intermediate_size
-    if (experts := spec.experts_of(layer)) is not None:
+    experts = spec.experts_of(layer)
+    if experts is not None and experts.clamped is not None:
+        mlps = []
+        shapes |= _stacked_shapes(experts, hidden)
+    elif experts is not None:
         shapes["mlp.gate.weight"] = (experts.num_experts, hidden)
         mlps = [f"mlp.experts.{index}" for index in range(experts.num_experts)]
         inner = experts.intermediate_size
@@ -75,10 +80,24 @@ def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
         shapes[f"{name}.weight"] = shape
         if has_bias:
             shapes[f"{name}.bias"] = shape[:1]
+    if spec.sinks:
+        shapes["self_attn.sinks"] = (spec.num_heads,)
     if spec.qk_norm:
         shapes["self_attn.q_norm.weight"] = (spec.head_dim,)
         shapes["self_attn.k_norm.weight"] = (spec.head_dim,)
     return shapes
+
+
+def _stacked_shapes(experts: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    count, inner = experts.num_experts, experts.intermediate_size
+    return {
+        "mlp.router.weight": (count, hidden),
+        "mlp.router.bias": (count,),
+        "mlp.experts.gate_up_proj": (count, hidden, 2 * inner),
+        "mlp.experts.gate_up_proj_bias": (count, 2 * inner),
+        "mlp.experts.down_proj": (count, inner, hidden),
+        "mlp.experts.down_proj_bias": (count, hidden),
+    }
 
 
 class CheckpointWeights:
@@ -180,8 +199,9 @@ class CheckpointWeights:
             for field, tensor in tensors.items():
                 stored = self._file_of[tensor].get_slice(tensor)
                 found, dtype = tuple(stored.get_shape()), stored.get_dtype()
-                if field in WORDS and dtype != "I32":
-                    raise BadCheckpoint(f"{directory}: {tensor} has the type {dtype}, not I32")
+                asked = self._packed.dtypes.get(field)
+                if asked not in (None, dtype):
+                    raise BadCheckpoint(f"{directory}: {tensor} has the type {dtype}, not {asked}")
                 if found != shapes[field]:
                     raise BadCheckpoint(
                         f"{directory}: {tensor} is {found}, the configuration asks for {shapes[field]}"
@@ -276,6 +296,9 @@ class DummyWeights:
     def take(self, name: str) -> Tensor:
         matrix, part = self._make_quantized(name), self._shares.part(name)
         whole = self._make(name) if matrix is None else matrix.multiplied(self._dtype)
+        if whole.shape != self._shapes[name]:  # the outputs of experts, one expert after another
+            experts, inputs, outputs = self._shapes[name]
+            whole = whole.view(experts, outputs, inputs).transpose(1, 2)
         if part is None:
             return whole.to(self._dtype)
         return part.of(whole).to(self._dtype, copy=True, memory_format=torch.contiguous_format)
@@ -285,13 +308,15 @@ class DummyWeights:
 
     def _make_quantized(self, name: str) -> QuantizedMatrix | None:
         """Projections of a configuration with quantized weights."""
+        if isinstance(self._packed, Mxfp4Format):
+            return self._make_mxfp4(name) if ".experts." in name and not name.endswith("_bias") else None
         if not name.endswith("_proj.weight"):
             return None
         return self._make_integers(name) if self._packed is not None else self._make_fp8(name)
 
     def _make_integers(self, name: str) -> QuantizedMatrix:
         """Half the range is the zero."""
-        assert self._packed is not None
+        assert isinstance(self._packed, PackedFormat)
         zero, (outputs, inputs) = 2 ** (self._packed.bits - 1), self._shapes[name]
         wide_OI = self._make(name).float() * (zero / 4 / DUMMY_SCALE) + zero
         scales_OB = torch.full(
@@ -306,6 +331,18 @@ class DummyWeights:
             torch.full_like(scales_OB, zero, dtype=torch.uint8),
             self._packed.bits,
         )
+
+    def _make_mxfp4(self, name: str) -> QuantizedMatrix:
+        """Any code, and scales that leave weights of the usual size."""
+        assert isinstance(self._packed, Mxfp4Format)
+        experts, inputs, outputs = self._shapes[name]
+        stored = {}
+        for field, shape in self._packed.shapes(experts, inputs, outputs).items():
+            low, high = (0, 256) if field == "_blocks" else (118, 122)
+            stored[field] = torch.randint(
+                low, high, shape, dtype=torch.uint8, device=self._device, generator=self._generator(name)
+            )
+        return self._packed.kept(stored, experts, inputs, outputs)
 
     def _make_fp8(self, name: str) -> QuantizedMatrix | None:
         """A scale for each block, or row if there are no blocks."""
@@ -322,11 +359,13 @@ class DummyWeights:
         shape, device = self._shapes[name], self._device
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self._dtype, device=device)
-        if name.endswith(".bias"):
+        if name.endswith(("bias", ".sinks")):
             return torch.zeros(shape, dtype=self._dtype, device=device)
-        generator = torch.Generator(device).manual_seed(self._seed * 1_000_003 + self._index[name])
         stored = torch.empty(shape, dtype=self._stored_dtype, device=device)
-        return stored.normal_(0.0, DUMMY_SCALE, generator=generator)
+        return stored.normal_(0.0, DUMMY_SCALE, generator=self._generator(name))
+
+    def _generator(self, name: str) -> torch.Generator:
+        return torch.Generator(self._device).manual_seed(self._seed * 1_000_003 + self._index[name])
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -77,6 +77,20 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 ON_A_CPU: dict[str, Callable[[], Any]] = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=32, norm_topk_prob=True),
     "qwen3_moe-mixed": lambda: transformers.Qwen3MoeConfig(**SMALL, **EXPERTS, mlp_only_layers=[0]),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SMALL, head_dim=16, num_local_experts=5, num_experts_per_tok=2, sliding_window=20
+    ),
+    "gpt_oss-cap": lambda: transformers.GptOssConfig(
+        **SMALL,
+        head_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=3,
+        layer_types=["full_attention"] * 3,
+        attention_bias=False,
+        rope_parameters=YARN,
+        swiglu_limit=0.4,
+        swiglu_alpha=1.1,
+    ),
     "qwen3_moe-window": lambda: transformers.Qwen3MoeConfig(
         **SMALL, **EXPERTS, decoder_sparse_step=2, use_sliding_window=True, sliding_window=20
     ),

@@ -135,7 +135,7 @@ static void run_mlp(const Step *step, int index, Team *team, int thread) {
         return;
     }
     multiply_updated(step, index, GATE_UP, layer->gate_up, step->normed, step->x_width, step->inner, step->inner_width,
-                     SILU_MUL, team, thread);
+                     GATED, team, thread);
     multiply_updated(step, index, DOWN, layer->down, step->inner, step->inner_width, step->x, step->x_width, ADD, team,
                      thread);
 }

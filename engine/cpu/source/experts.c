@@ -131,7 +131,7 @@ static void add_some(const Experts *experts, int rows, const float *normed, floa
     team_meet(team);
     gather(experts, rows, normed, width, room, team, thread);
     grouped_product(experts->gate_up, experts->count, room->first, room->gathered, width, room->inner, inner_width,
-                    SILU_MUL, scratch, team, thread);
+                    GATED, scratch, team, thread);
     team_meet(team);
     grouped_product(experts->down, experts->count, room->first, room->inner, inner_width, room->gathered, width, STORE,
                     scratch, team, thread);

@@ -41,23 +41,34 @@ API void kedge_pack_bias(const Matrix *matrix, const float *bias, float *packed)
         }
 }
 
+/* Of a power of two. */
+static uint8_t exponent_of(float scale) {
+    uint32_t bits;
+    memcpy(&bits, &scale, sizeof bits);
+    return (uint8_t)(bits >> 23);
+}
+
 /* One lane of a block, into memory of zeros. `numbers` has a byte for each input, `scales` and `zeros` one of each for
    each group. */
 static void pack_lane(const Matrix *matrix, const uint8_t *numbers, const float *scales, const uint8_t *zeros,
                       uint8_t *block, int lane) {
     for (int from = 0, group = 0; from < matrix->inputs; from += matrix->group, group++) {
         int count = matrix->inputs - from < matrix->group ? matrix->inputs - from : matrix->group;
-        memcpy(block + (size_t)lane * sizeof(float), scales + group, sizeof(float));
-        block[LANES * sizeof(float) + (size_t)lane] = zeros[group];
-        uint8_t *to = block + GROUP_HEAD + lane;
+        if (matrix->format == FLOAT4) {
+            block[lane] = exponent_of(scales[group]);
+        } else {
+            memcpy(block + (size_t)lane * sizeof(float), scales + group, sizeof(float));
+            block[LANES * sizeof(float) + (size_t)lane] = zeros[group];
+        }
+        uint8_t *to = block + head_bytes(matrix->format) + lane;
         for (int i = 0; i < count; i++) {
             uint8_t number = numbers[from + i];
-            if (matrix->format == INT4)
+            if (is_halves(matrix->format))
                 to[(size_t)(i / 2) * LANES] |= (uint8_t)(number << (i % 2 * 4));
             else
                 to[(size_t)i * LANES] = number;
         }
-        block += GROUP_HEAD + number_bytes(matrix->format, count);
+        block += head_bytes(matrix->format) + number_bytes(matrix->format, count);
     }
 }
 

@@ -91,7 +91,7 @@ static void unpack(const Matrix *matrix, int block, int rounds, float *to) {
     const uint8_t *packed = (const uint8_t *)matrix->packed + (size_t)block * block_bytes(matrix);
 #define UNPACK(format) \
     case format: rounds ? unpack_block(matrix, packed, format, 1, to) : unpack_block(matrix, packed, format, 0, to); break;
-    switch (matrix->format) { UNPACK(INT8) UNPACK(INT4) UNPACK(FLOAT8) }
+    switch (matrix->format) { UNPACK(INT8) UNPACK(INT4) UNPACK(FLOAT8) UNPACK(FLOAT4) }
 #undef UNPACK
 }
 
@@ -99,7 +99,8 @@ static void unpack(const Matrix *matrix, int block, int rounds, float *to) {
 static void multiply_unpacked(const Tiles *tiles, const Cut *cut, int first, int end, int row, int rows,
                               float *unpacked) {
     const Matrix *matrix = tiles->matrix;
-    Matrix part = {.packed = unpacked, .format = cut->kind == ROUNDED ? BFLOAT16 : FLOAT32, .inputs = matrix->inputs};
+    Matrix part = {.packed = unpacked, .format = cut->kind == ROUNDED ? BFLOAT16 : FLOAT32, .inputs = matrix->inputs,
+                   .alpha = matrix->alpha, .limit = matrix->limit};
     for (int block = first; block < end; block += MOST_WIDE) {
         int count = end - block < MOST_WIDE ? end - block : MOST_WIDE;
         for (int o = 0; o < count; o++)
@@ -107,7 +108,7 @@ static void multiply_unpacked(const Tiles *tiles, const Cut *cut, int first, int
         part.bias = matrix->bias == NULL ? NULL : matrix->bias + (size_t)block * LANES;
         Tiles dense = *tiles;
         dense.matrix = &part;
-        dense.y += (size_t)(tiles->how == SILU_MUL ? block / 2 : block) * LANES;
+        dense.y += (size_t)(tiles->how == GATED ? block / 2 : block) * LANES;
         for (int done = 0; done < rows; done += cut->height)
             multiply_by_kind(&dense, cut->kind, 0, count, row + done,
                              done + cut->height < rows ? cut->height : rows - done);
@@ -146,14 +147,14 @@ static Matrix behind(const Matrix *matrix, int block) {
 /* A piece of a product to which something is added while it is in the cache. */
 static void multiply_piece_with(const Tiles *tiles, const Cut *cut, const Piece *piece, const Added *added, float *room,
                                 float *unpacked) {
-    int blocks = piece->end - piece->first, activates = tiles->how == SILU_MUL;
+    int blocks = piece->end - piece->first, gates = tiles->how == GATED;
     size_t y_stride = tiles->y_stride;
     float *y = tiles->y + (size_t)piece->row * y_stride;
-    float *raw = activates ? room : y + (size_t)piece->first * LANES;
-    size_t stride = activates ? (size_t)blocks * LANES : y_stride;
+    float *raw = gates ? room : y + (size_t)piece->first * LANES;
+    size_t stride = gates ? (size_t)blocks * LANES : y_stride;
     Matrix matrix = behind(tiles->matrix, piece->first);
     Tiles whole = {&matrix, tiles->x + (size_t)piece->row * tiles->x_stride, tiles->x_stride, raw, stride,
-                   activates ? STORE : tiles->how};
+                   gates ? STORE : tiles->how};
     Piece here = {0, blocks, 0, piece->rows};
     multiply_piece(&whole, cut, &here, unpacked);
     for (int index = 0; index < added->count; index++) {
@@ -166,11 +167,11 @@ static void multiply_piece_with(const Tiles *tiles, const Cut *cut, const Piece 
                       (size_t)added->x_stride * sizeof(float), raw + (size_t)(from - piece->row) * stride, stride, ADD};
         multiply(&part, more.format, 0, blocks, 0, end - from);
     }
-    for (int row = 0; activates && row < piece->rows; row++)
+    for (int row = 0; gates && row < piece->rows; row++)
         for (int block = 0; block < blocks; block += 2) {
             const float *pair = raw + (size_t)row * stride + (size_t)block * LANES;
             store(y + (size_t)row * y_stride + (size_t)(piece->first + block) / 2 * LANES,
-                  silu_mul(load(pair), load(pair + LANES)));
+                  gated(&matrix, load(pair), load(pair + LANES)));
         }
 }
 

@@ -7,25 +7,31 @@
 
 #include "team.h"
 
-/* Of the last three a matrix is quantized. FLOAT8 is e4m3 without infinities. */
-enum { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, FLOAT8 };
+/* Of the last four a matrix is quantized. FLOAT8 is e4m3 without infinities, FLOAT4 is e2m1. */
+enum { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, FLOAT8, FLOAT4 };
 
-/* What becomes of a product: it is stored, added to what is there, or, of a paired matrix, made silu(first) * second. */
-enum { STORE, ADD, SILU_MUL };
+/* What becomes of a product: it is stored, added to what is there, or the second of a paired matrix is gated by the
+   first. */
+enum { STORE, ADD, GATED };
 
 /* `packed` holds blocks of LANES outputs, zeros behind the last. A block has its inputs one after another, LANES weights
    for each; of BFLOAT16 two inputs at a time, the two weights of an output side by side. Of a `paired` matrix, two of
    `outputs` / 2 each that are applied to the same rows, blocks alternate. With `rounds` many rows are rounded to bfloat16
    where the processor multiplies that faster.
 
-   A quantized weight is (number - zero) * scale, without a zero for FLOAT8; `group` inputs share them, an even number,
-   as is that of all inputs. A block has its groups one after another, the last of them may be shorter: LANES scales,
-   which are floats, LANES zeros, which are bytes, and LANES bytes for each input, or of INT4 for two, the first in the
-   lower half. The struct is shared with engine/cpu/library.py. */
+   A quantized weight is (number - zero) * scale, without a zero for FLOAT8 and FLOAT4; `group` inputs share them, an even
+   number, as is that of all inputs. A block has its groups one after another, the last of them may be shorter: LANES
+   scales, which are floats, LANES zeros, which are bytes, and LANES bytes for each input, or of INT4 for two, the first
+   in the lower half. FLOAT4 is like INT4, but its scales are powers of two, of which a byte has the float's exponent, and
+   it has no zeros.
+
+   A gate is silu(first) * second. With `limit` it is first * sigmoid(alpha * first) * (second + 1), where the first is at
+   most `limit`, and the second neither above nor below it (GPT-OSS). The struct is shared with engine/cpu/library.py. */
 typedef struct {
     const void *packed;
     const float *bias; /* of padded outputs, in the order of the blocks; or NULL */
     int32_t format, outputs, inputs, paired, rounds, group; /* `group` is 0 if it is not quantized */
+    float alpha, limit;
 } Matrix;
 
 /* Floats of a row of results, padding included. */
@@ -44,7 +50,7 @@ void product(const Matrix *matrix, int rows, const float *x, int x_stride, float
 
 /* What is added to a product before it is used: rows first[i] .. first[i + 1] - 1 of x times matrix i. Each matrix has as
    many outputs as the product, or none, and is neither rounded nor quantized. `room` has added_room() floats, which only
-   SILU_MUL needs. */
+   GATED needs. */
 typedef struct {
     const Matrix *matrices;
     const int32_t *first;

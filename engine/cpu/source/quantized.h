@@ -45,7 +45,27 @@ INLINE Shorts shorts_of_bytes(const uint8_t *from) {
    becomes another number. */
 INLINE Floats float8_at(const uint8_t *from) { return widened(shorts_of_bytes(from) << 7 & 0xbfff); }
 
+/* The float4 in the last four bits of each word. */
+INLINE Floats float4_of(Words words) {
+#if defined(__AVX512F__)
+    const __m512 floats = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f,
+                                         -3.0f, -4.0f, -6.0f);
+    return (Floats)_mm512_permutexvar_ps((__m512i)words, floats);
+#else
+    Words sign = (words & 8) << 28;
+#if defined(__AVX2__)
+    const __m256 floats = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
+    return (Floats)((Words)_mm256_permutevar8x32_ps(floats, (__m256i)words) | sign);
+#else
+    Ints size = (Ints)(words & 7); /* two bits of exponent, one of mantissa */
+    Floats small = __builtin_convertvector(size, Floats) * 0.5f;
+    return (Floats)((Words)choose(size < 2, small, (Floats)(size + 252 << 22)) | sign);
+#endif
+#endif
+}
+
 INLINE Group group_at(const uint8_t *head, const int format) {
+    if (format == FLOAT4) return (Group){.scale = (Floats)(words_at(head) << 23)};
     Group group = {.scale = load((const float *)head)};
     if (format == FLOAT8)
         group.scale *= FLOAT8_IN_FLOAT16;
@@ -62,6 +82,12 @@ INLINE const uint8_t *two_weights(const uint8_t *at, Group group, const int form
         Words both = words_at(at);
         *first = weight_of(both & 15, group);
         *second = weight_of(both >> 4, group);
+        return at + LANES;
+    }
+    if (format == FLOAT4) {
+        Words both = words_at(at);
+        *first = float4_of(both) * group.scale;
+        *second = float4_of(both >> 4) * group.scale;
         return at + LANES;
     }
     if (format == INT8) {
@@ -84,7 +110,7 @@ INLINE void unpack_block(const Matrix *matrix, const uint8_t *block, const int f
     for (int from = 0; from < matrix->inputs; from += matrix->group) {
         int count = matrix->inputs - from < matrix->group ? matrix->inputs - from : matrix->group;
         Group group = group_at(block, format);
-        const uint8_t *at = block + GROUP_HEAD;
+        const uint8_t *at = block + head_bytes(format);
         for (int i = 0; i < count; i += 2) {
             Floats first, second;
             at = two_weights(at, group, format, &first, &second);

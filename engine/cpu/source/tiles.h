@@ -37,7 +37,7 @@
 #define AHEAD 2048
 
 /* What a tile is multiplied from: rows of floats, or with BFLOAT16 pairs of rounded ones (ROUNDED). */
-#define ROUNDED (FLOAT8 + 1)
+#define ROUNDED (FLOAT4 + 1)
 
 typedef struct {
     const Matrix *matrix;
@@ -47,6 +47,14 @@ typedef struct {
     size_t y_stride; /* floats */
     int how;
 } Tiles;
+
+INLINE Floats gated(const Matrix *matrix, Floats gate, Floats up) {
+    float limit = matrix->limit;
+    if (limit == 0) return silu_mul(gate, up);
+    gate = smaller(gate, every(limit));
+    up = larger(smaller(up, every(limit)), every(-limit));
+    return gate / (1.0f + exponential(gate * -matrix->alpha)) * (up + 1.0f);
+}
 
 INLINE void finish(const Tiles *tiles, int block, int row, const int wide, const int tall,
                    Floats sums[MOST_WIDE][MOST_TALL]) {
@@ -58,9 +66,9 @@ INLINE void finish(const Tiles *tiles, int block, int row, const int wide, const
         }
     UNROLL for (int n = 0; n < tall; n++) {
         float *y = tiles->y + (size_t)(row + n) * tiles->y_stride;
-        if (tiles->how == SILU_MUL) {
+        if (tiles->how == GATED) {
             UNROLL for (int o = 0; o + 1 < wide; o += 2) {
-                store(y + (size_t)(block + o) / 2 * LANES, silu_mul(sums[o][n], sums[o + 1][n]));
+                store(y + (size_t)(block + o) / 2 * LANES, gated(tiles->matrix, sums[o][n], sums[o + 1][n]));
             }
             continue;
         }
@@ -96,7 +104,7 @@ INLINE void quantized_tile(const Tiles *tiles, int block, int row, const int wid
         int end = matrix->inputs - from < matrix->group ? matrix->inputs : from + matrix->group;
         UNROLL for (int o = 0; o < wide; o++) {
             groups[o] = group_at(at[o], kind);
-            at[o] += GROUP_HEAD;
+            at[o] += head_bytes(kind);
         }
         for (int i = from; i < end; i += 2) {
             UNROLL for (int o = 0; o < wide; o++) {
@@ -205,6 +213,7 @@ KIND(tile_float16, tile, FLOAT16, NARROW_CASES)
 KIND(tile_int8, quantized_tile, INT8, TALL_CASES)
 KIND(tile_int4, quantized_tile, INT4, TALL_CASES)
 KIND(tile_float8, quantized_tile, FLOAT8, TALL_CASES)
+KIND(tile_float4, quantized_tile, FLOAT4, TALL_CASES)
 #if HAS_BFLOAT16
 KIND(tile_rounded, tile, ROUNDED, NARROW_CASES)
 #else
@@ -213,10 +222,10 @@ KIND(tile_rounded, tile, ROUNDED, NARROW_CASES)
 
 static void (*const KINDS[])(const Tiles *, int, int, int, int) = {
     [FLOAT32] = tile_float32, [BFLOAT16] = tile_bfloat16, [FLOAT16] = tile_float16, [INT8] = tile_int8,
-    [INT4] = tile_int4,       [FLOAT8] = tile_float8,     [ROUNDED] = tile_rounded,
+    [INT4] = tile_int4,       [FLOAT8] = tile_float8,     [FLOAT4] = tile_float4,   [ROUNDED] = tile_rounded,
 };
 
-static int tallest(int kind) { return kind == INT8 || kind == INT4 || kind == FLOAT8 ? MOST_TALL : DENSE_TALL; }
+static int tallest(int kind) { return kind >= INT8 && kind <= FLOAT4 ? MOST_TALL : DENSE_TALL; }
 
 /* Blocks first .. end-1 of rows row .. row+rows-1, in tiles of nearly equal height. */
 static void multiply(const Tiles *tiles, int kind, int first, int end, int row, int rows) {

@@ -101,6 +101,8 @@ INLINE Floats choose(Ints mask, Floats yes, Floats no) {
 
 INLINE Floats larger(Floats a, Floats b) { return choose(a > b, a, b); }
 
+INLINE Floats smaller(Floats a, Floats b) { return choose(a < b, a, b); }
+
 INLINE float total(Floats value) {
     float sum = 0;
     for (int lane = 0; lane < LANES; lane++) sum += value[lane];

@@ -10,7 +10,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.models.errors import UnsupportedModel
-from engine.models.rope import RopeSpec, parse_rope, rotary_frequencies
+from engine.models.rope import parse_rope, rotary_frequencies
 
 YARN = {
     "rope_type": "yarn",
@@ -50,11 +50,6 @@ def test_both_writings_of_yarn_are_one() -> None:
     old = parse_rope({"rope_theta": 1e6, "rope_scaling": scaling}, 131_072)
     assert old == parse_rope({"rope_parameters": scaling | {"rope_theta": 1e6, "rope_type": "yarn"}}, 131_072)
     assert old.attention_factor == pytest.approx(1.1386, abs=1e-4)
-
-
-def test_the_base_of_the_family_is_the_default() -> None:
-    assert parse_rope({}, 256, 150_000.0) == RopeSpec(150_000.0, original_context_len=256)
-    assert parse_rope({"rope_theta": 5e5}, 256, 150_000.0).theta == 5e5
 
 
 @pytest.mark.parametrize(
