@@ -54,7 +54,13 @@ class Mxfp4Format:
         blocks, rows = stored["_blocks"], experts * outputs
         values = torch.stack([blocks & 15, blocks >> 4], -1).view(rows, inputs)
         exponents_OB = stored["_scales"].view(rows, -1).int() - EXPONENT_BIAS
-        return QuantizedMatrix(values, torch.ldexp(torch.ones(()), exponents_OB), BLOCK, None, 4)
+        return QuantizedMatrix(
+            values,
+            torch.ldexp(torch.ones_like(exponents_OB, dtype=torch.float32), exponents_OB),
+            BLOCK,
+            None,
+            4,
+        )
 
 
 def parse_mxfp4(config: Mapping[str, Any]) -> Mxfp4Format | None:

@@ -66,6 +66,17 @@ if DEVICE.type == "cpu":
         ),
         "bfloat16",
     )
+    MODELS["sinks"] = (
+        transformers.GptOssConfig(
+            **SIZES,
+            **SMALL_HEADS,
+            head_dim=16,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            sliding_window=29,
+        ),
+        "float32",
+    )
 
 SPECULATION: tuple[SpeculationMethod, ...] = ("off", "ngram", "draft")
 CELLS = [

@@ -8,6 +8,7 @@ from torch.nn.functional import silu
 
 from engine.cpu.library import Workers
 from engine.cpu.matrix import ALIGNMENT, BLOCK, PackedLinears, PackedMatrix, WeightMemory, narrowed
+from engine.models.clamped_swiglu import ClampedSwiglu
 from engine.models.linear import PlainLinear
 from tests.unit.engine.cpu.builds import every_build, kernels_of
 
@@ -29,13 +30,15 @@ def test_equals_the_reference(variant: str, values: torch.dtype, biased: bool, t
         assert narrowed(weight_OI).dtype == values
         bias_O = torch.randn(shape[0]) if biased else None
         linear, reference = linears(weight_OI, bias_O), PlainLinear(weight_OI, bias_O)
-        gated = linears.gated(weight_OI, bias_O)
+        gated, clamp = linears.gated(weight_OI, bias_O), ClampedSwiglu(1.7, 0.2)
+        clamped = linears.clamped(weight_OI, torch.zeros(shape[0]) if bias_O is None else bias_O, clamp)
         for rows in ROWS:
             x_NI = torch.randn(rows, shape[1])
             expected_NO = reference(x_NI)
             torch.testing.assert_close(linear(x_NI), expected_NO, atol=6e-6, rtol=1e-5)
             gate_NO, up_NO = expected_NO.chunk(2, -1)
             torch.testing.assert_close(gated(x_NI), silu(gate_NO) * up_NO, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(clamped(x_NI), clamp(expected_NO), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("values", DTYPES, ids=str)

@@ -1,4 +1,4 @@
-"""Products with matrices that stay in fp8 or in integers have the bits of those that were multiplied out, in every
+"""Products with matrices that stay in fp8, fp4 or integers have the bits of those that were multiplied out, in every
 build that runs here."""
 
 from __future__ import annotations
@@ -37,7 +37,13 @@ def fp8(outputs: int, inputs: int, columns: int) -> QuantizedMatrix:
     return QuantizedMatrix(values_OI, torch.rand(outputs, -(-inputs // columns)) * 0.001, columns)
 
 
-KINDS = {"int4": integers(4), "int8": integers(8), "fp8": fp8}
+def fp4(outputs: int, inputs: int, columns: int) -> QuantizedMatrix:
+    exponents_OB = torch.randint(-14, -3, (outputs, -(-inputs // columns))).float()
+    values_OI = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+    return QuantizedMatrix(values_OI, torch.exp2(exponents_OB), columns, None, 4)
+
+
+KINDS = {"int4": integers(4), "int8": integers(8), "fp8": fp8, "fp4": fp4}
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -80,17 +86,18 @@ def test_many_rows_are_rounded_with_the_weights(variant: str, kind: str) -> None
 @every_build
 def test_every_number_is_what_torch_makes_of_it(variant: str, kind: str) -> None:
     """Each is a row's only weight, by one input that is one."""
-    bits = 4 if kind == "int4" else 8
+    bits = 4 if kind in ("int4", "fp4") else 8
     values_O1 = torch.arange(2**bits, dtype=torch.uint8)[:, None]
     if kind == "fp8":
         values_O1 = values_O1[~values_O1.view(FP8).float().isnan()][:, None].view(FP8)
     count = len(values_O1)
     values_OI = torch.zeros(count, 2, dtype=torch.uint8)
     values_OI[:, :1] = values_O1.view(torch.uint8)
-    zeros_OB = None if kind == "fp8" else torch.arange(count).flip(0)[:, None].to(torch.uint8)
-    matrix = QuantizedMatrix(
-        values_OI.view(values_O1.dtype), torch.linspace(0.3, 3, count)[:, None], 2, zeros_OB, bits
-    )
+    zeros_OB = torch.arange(count).flip(0)[:, None].to(torch.uint8) if kind.startswith("int") else None
+    scales_OB = torch.linspace(0.3, 3, count)[:, None]
+    if kind == "fp4":
+        scales_OB = torch.exp2(torch.linspace(-126, 125, count).round())[:, None]
+    matrix = QuantizedMatrix(values_OI.view(values_O1.dtype), scales_OB, 2, zeros_OB, bits)
     linears = PackedLinears(Workers(kernels_of(variant), 1), rounds=False)
     for rows in (1, 40):
         x_NI = torch.tensor([[1.0, 0.0]]).repeat(rows, 1)
@@ -99,7 +106,7 @@ def test_every_number_is_what_torch_makes_of_it(variant: str, kind: str) -> None
         )
 
 
-@pytest.mark.parametrize(("kind", "most"), [("int4", 0.6), ("int8", 1.1), ("fp8", 1.1)])
+@pytest.mark.parametrize(("kind", "most"), [("int4", 0.6), ("int8", 1.1), ("fp8", 1.1), ("fp4", 0.51)])
 @every_build
 def test_memory_is_that_of_the_checkpoint(variant: str, kind: str, most: float) -> None:
     """`most` bytes a weight, with scales and zeros of groups of 128."""
@@ -118,4 +125,8 @@ def test_what_the_kernels_do_not_take_is_not_kept(variant: str) -> None:
     not_a_number = fp8(4, 32, 32)
     not_a_number.values_OI.view(torch.uint8)[1, 2] = 0x7F
     assert not linears.keeps(not_a_number)
+    for scale in (2.0**-127, torch.inf):
+        beyond = fp4(4, 32, 32)
+        beyond.scales_OB[2] = scale
+        assert not linears.keeps(beyond), "its exponent is that of no normal number"
     assert "quantized" not in linears.describe()

@@ -50,6 +50,18 @@ EXPERTS = BASE | {
 }
 
 
+GPT_OSS = BASE | {
+    "architectures": ["GptOssForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_local_experts": 7,
+    "num_experts_per_tok": 3,
+    "sliding_window": 21,
+    "rope_theta": 150_000,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+}
+
+
 def packed(bits: int, group: int) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": group}
 
@@ -60,6 +72,8 @@ CONFIGS = {
     "qwen3": BASE | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "tie_word_embeddings": True},
     "experts": EXPERTS,
     "int4": BASE | {"quantization_config": packed(4, 10)},
+    "gpt_oss": GPT_OSS,
+    "fp4 experts": GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}},
     "int8 experts": EXPERTS | {"quantization_config": packed(8, -1)},
     "fp8": BASE
     | {"head_dim": 32, "quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 24]}},

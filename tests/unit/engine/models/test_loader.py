@@ -59,10 +59,10 @@ def load(directory: Path, **settings: Any) -> LoadedModel:
 
 def run_logits(loaded: LoadedModel) -> torch.Tensor:
     """The logits after three tokens."""
-    pool = make_kv_pool(loaded.layout, CacheSettings(1, 8), loaded.dtype, loaded.device)
-    step = TorchAttention(pool).begin(
-        [AttentionItem(3, 3, np.arange(3, dtype=np.int32), True)], torch.arange(3, device=loaded.device)[None]
-    )
+    pool = make_kv_pool(loaded.layout, CacheSettings(1, 8, window_ratio=1.0), loaded.dtype, loaded.device)
+    pages, slots_N = np.arange(3, dtype=np.int32), torch.arange(3, device=loaded.device)
+    items = [AttentionItem(3, 3, pages, True, pages)]
+    step = TorchAttention(pool).begin(items, [slots_N, slots_N])
     tokens, positions = torch.tensor([4, 5, 6], device=loaded.device), torch.arange(3, device=loaded.device)
     with torch.inference_mode():
         return loaded.model.logits(loaded.model.forward(tokens, positions, step)).cpu()

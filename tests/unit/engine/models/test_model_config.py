@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.models.clamped_swiglu import ClampedSwiglu
 from engine.models.config import ExpertsSpec, parse_spec, read_config
 from engine.models.errors import ModelNotFound, UnsupportedModel
 from engine.models.rope import RopeSpec
@@ -90,6 +91,53 @@ def test_experts() -> None:
 def test_every_layer_of_experts_has_the_window() -> None:
     assert parse_spec(moe(use_sliding_window=True, sliding_window=8, max_window_layers=1)).windows == (8, 8)
     assert parse_spec(moe(sliding_window=8)).windows == (None, None)
+
+
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "rope_theta": 150_000,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 8},
+}
+
+
+def test_gpt_oss() -> None:
+    spec = parse_spec(config(**GPT_OSS, quantization_config={"quant_method": "mxfp4"}))
+    assert spec.experts == ExpertsSpec(frozenset({0, 1}), 8, 2, 128, True, ClampedSwiglu(1.702, 7.0))
+    assert (spec.sinks, spec.qkv_bias, spec.out_bias, spec.head_dim) == (True, True, True, 64)
+    assert spec.windows == (8, None)
+    assert spec.is_quantized
+    assert (spec.rope.type, spec.rope.theta) == ("yarn", 150_000)
+    changed = parse_spec(
+        config(**GPT_OSS, swiglu_limit=3, attention_bias=False, layer_types=["full_attention"] * 2)
+    )
+    assert changed.experts is not None
+    assert changed.experts.clamped == ClampedSwiglu(1.702, 3.0)
+    assert (changed.qkv_bias, changed.windows, changed.is_quantized) == (False, (None, None), False)
+    with pytest.raises(UnsupportedModel, match="tensor_parallel 2: experts"):
+        spec.shard(2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": None}, "gpt_oss lacks rope_type"),
+        ({"rope_theta": ...}, "gpt_oss lacks rope_theta"),
+        ({"sliding_window": ...}, "gpt_oss lacks sliding_window"),
+        ({"swiglu_limit": 0}, "swiglu_limit must be a positive number, not 0"),
+        ({"swiglu_alpha": "1"}, "swiglu_alpha must be"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok must be"),
+        ({"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: 'gptq'"),
+    ],
+)
+def test_what_gpt_oss_must_say(changes: dict[str, Any], message: str) -> None:
+    """`...` leaves a key out."""
+    said = {key: value for key, value in (config(**GPT_OSS) | changes).items() if value is not ...}
+    with pytest.raises(UnsupportedModel, match=message):
+        parse_spec(said)
 
 
 @pytest.mark.parametrize(
