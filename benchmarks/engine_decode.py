@@ -107,12 +107,17 @@ def step_call(runner: TorchRunner, streams: int, context_len: int) -> Callable[[
         )
         for index in range(streams)
     ]
+    if runner._pool.window is not None:
+        for item in items:
+            item.window_pages = item.pages
     return lambda: runner.execute(ScheduledBatch(items))
 
 
 def make_runner(settings: EngineSettings) -> TorchRunner:
     runner = build_runner(load_model(settings.model), settings.cache)
-    runner._pool.full.kv_L2KSD.zero_()
+    for paged in (runner._pool.full, runner._pool.window):
+        if paged is not None:
+            paged.kv_L2KSD.zero_()
     return runner
 
 

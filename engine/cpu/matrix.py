@@ -56,7 +56,7 @@ class PackedMatrix:
     ) -> None:
         kept = weight_OI if isinstance(weight_OI, QuantizedMatrix) else None
         values_OI = narrowed(weight_OI) if isinstance(weight_OI, Tensor) else weight_OI.values_OI
-        outputs, inputs = values_OI.shape
+        outputs, inputs = len(values_OI), values_OI.shape[1] if kept is None else kept.inputs
         self._workers = workers
         self._c = workers.kernels.c
         self._outputs = outputs // 2 if paired else outputs
@@ -124,7 +124,7 @@ class PackedLinears:
     def keeps(self, matrix: QuantizedMatrix) -> bool:
         """The kernels take two inputs at a time, do not know the NaN of fp8, and have the scales of fp4 by their
         exponents."""
-        if matrix.values_OI.shape[1] % 2 or matrix.group % 2:
+        if matrix.inputs % 2 or matrix.group % 2:
             return False
         if matrix.kind == "fp4":
             smallest, largest = matrix.scales_OB.aminmax()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.models.errors import UnsupportedModel
-from engine.models.quantized_matrix import QuantizedMatrix
+from engine.models.quantized_matrix import FP4, QuantizedMatrix
 
 BLOCK = 32
 """Inputs that share a scale."""
@@ -51,16 +51,11 @@ class Mxfp4Format:
 
     def kept(self, stored: Mapping[str, Tensor], experts: int, inputs: int, outputs: int) -> QuantizedMatrix:
         """The same as they are stored: the outputs of all experts, one expert after another, [X * O, I]."""
-        blocks, rows = stored["_blocks"], experts * outputs
-        values = torch.stack([blocks & 15, blocks >> 4], -1).view(rows, inputs)
+        rows = experts * outputs
+        values_OI = stored["_blocks"].view(rows, inputs // 2).view(FP4)
         exponents_OB = stored["_scales"].view(rows, -1).int() - EXPONENT_BIAS
-        return QuantizedMatrix(
-            values,
-            torch.ldexp(torch.ones_like(exponents_OB, dtype=torch.float32), exponents_OB),
-            BLOCK,
-            None,
-            4,
-        )
+        ones_OB = torch.ones_like(exponents_OB, dtype=torch.float32)
+        return QuantizedMatrix(values_OI, torch.ldexp(ones_OB, exponents_OB), BLOCK)
 
 
 def parse_mxfp4(config: Mapping[str, Any]) -> Mxfp4Format | None:

@@ -63,8 +63,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         num_experts_per_tok=2,
     ),
 }
-"""The last three have windows in every other layer, capped scores, and sinks with experts. The Gemmas use the bridge, on
-a GPU GPT-OSS does, too."""
+"""The last three have windows in every other layer, capped scores, and sinks with experts. The Gemmas use the bridge;
+on a GPU GPT-OSS does, too."""
 
 MODELS = ("embedded", *FAMILIES)
 SCHEDULES_PER_MODEL = 10

@@ -48,8 +48,8 @@ static uint8_t exponent_of(float scale) {
     return (uint8_t)(bits >> 23);
 }
 
-/* One lane of a block, into memory of zeros. `numbers` has a byte for each input, `scales` and `zeros` one of each for
-   each group. */
+/* One lane of a block, into memory of zeros. `numbers` has a byte for each input, but of FLOAT4 for two; `scales` and
+   `zeros` have one of each for each group. */
 static void pack_lane(const Matrix *matrix, const uint8_t *numbers, const float *scales, const uint8_t *zeros,
                       uint8_t *block, int lane) {
     for (int from = 0, group = 0; from < matrix->inputs; from += matrix->group, group++) {
@@ -61,9 +61,10 @@ static void pack_lane(const Matrix *matrix, const uint8_t *numbers, const float 
             block[LANES * sizeof(float) + (size_t)lane] = zeros[group];
         }
         uint8_t *to = block + head_bytes(matrix->format) + lane;
-        for (int i = 0; i < count; i++) {
+        for (int i = 0; matrix->format == FLOAT4 && i < count / 2; i++) to[(size_t)i * LANES] = numbers[from / 2 + i];
+        for (int i = 0; matrix->format != FLOAT4 && i < count; i++) {
             uint8_t number = numbers[from + i];
-            if (is_halves(matrix->format))
+            if (matrix->format == INT4)
                 to[(size_t)(i / 2) * LANES] |= (uint8_t)(number << (i % 2 * 4));
             else
                 to[(size_t)i * LANES] = number;
@@ -77,11 +78,12 @@ static void pack_lane(const Matrix *matrix, const uint8_t *numbers, const float 
 API void kedge_pack_quantized(const Matrix *matrix, const uint8_t *numbers, const float *scales, const uint8_t *zeros,
                               uint8_t *packed) {
     size_t groups = (size_t)((matrix->inputs + matrix->group - 1) / matrix->group);
+    size_t row = (size_t)(matrix->format == FLOAT4 ? matrix->inputs / 2 : matrix->inputs);
     for (int block = 0; block < packed_blocks(matrix); block++)
         for (int lane = 0; lane < LANES; lane++) {
             int output = output_at(matrix, block, lane);
             if (output < 0) continue;
-            pack_lane(matrix, numbers + (size_t)output * (size_t)matrix->inputs, scales + (size_t)output * groups,
+            pack_lane(matrix, numbers + (size_t)output * row, scales + (size_t)output * groups,
                       zeros + (size_t)output * groups, packed + (size_t)block * block_bytes(matrix), lane);
         }
 }

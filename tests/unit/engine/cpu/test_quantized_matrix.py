@@ -10,7 +10,7 @@ import torch
 
 from engine.cpu.library import Workers
 from engine.cpu.matrix import PackedLinears, PackedMatrix
-from engine.models.quantized_matrix import FP8, QuantizedMatrix
+from engine.models.quantized_matrix import FP4, FP8, QuantizedMatrix
 from tests.unit.engine.cpu.builds import every_build, kernels_of
 
 SHAPES = [(48, 32), (34, 66), (2, 6), (1030, 520)]
@@ -39,8 +39,8 @@ def fp8(outputs: int, inputs: int, columns: int) -> QuantizedMatrix:
 
 def fp4(outputs: int, inputs: int, columns: int) -> QuantizedMatrix:
     exponents_OB = torch.randint(-14, -3, (outputs, -(-inputs // columns))).float()
-    values_OI = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
-    return QuantizedMatrix(values_OI, torch.exp2(exponents_OB), columns, None, 4)
+    pairs = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
+    return QuantizedMatrix(pairs.view(FP4), torch.exp2(exponents_OB), columns)
 
 
 KINDS = {"int4": integers(4), "int8": integers(8), "fp8": fp8, "fp4": fp4}
@@ -82,27 +82,42 @@ def test_many_rows_are_rounded_with_the_weights(variant: str, kind: str) -> None
         assert torch.equal(found(x_NI), (rounded if rounds else exact)(x_NI)), rows
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 @every_build
 def test_every_number_is_what_torch_makes_of_it(variant: str, kind: str) -> None:
     """Each is a row's only weight, by one input that is one."""
-    bits = 4 if kind in ("int4", "fp4") else 8
+    bits = 4 if kind == "int4" else 8
     values_O1 = torch.arange(2**bits, dtype=torch.uint8)[:, None]
     if kind == "fp8":
         values_O1 = values_O1[~values_O1.view(FP8).float().isnan()][:, None].view(FP8)
     count = len(values_O1)
     values_OI = torch.zeros(count, 2, dtype=torch.uint8)
     values_OI[:, :1] = values_O1.view(torch.uint8)
-    zeros_OB = torch.arange(count).flip(0)[:, None].to(torch.uint8) if kind.startswith("int") else None
+    zeros_OB = None if kind == "fp8" else torch.arange(count).flip(0)[:, None].to(torch.uint8)
     scales_OB = torch.linspace(0.3, 3, count)[:, None]
-    if kind == "fp4":
-        scales_OB = torch.exp2(torch.linspace(-126, 125, count).round())[:, None]
     matrix = QuantizedMatrix(values_OI.view(values_O1.dtype), scales_OB, 2, zeros_OB, bits)
     linears = PackedLinears(Workers(kernels_of(variant), 1), rounds=False)
     for rows in (1, 40):
         x_NI = torch.tensor([[1.0, 0.0]]).repeat(rows, 1)
         assert torch.equal(
             linears(matrix, None)(x_NI), matrix.multiplied(torch.float32)[:, 0].expand(rows, -1)
+        )
+
+
+@every_build
+def test_every_pair_of_fp4_is_what_is_meant(variant: str) -> None:
+    """With every scale. Each input picks one of the two."""
+    numbers = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    numbers = torch.tensor(numbers + [-number for number in numbers])
+    pairs = torch.arange(256)
+    scales_OB = torch.exp2(torch.linspace(-126, 125, 256).round())[:, None]
+    matrix = QuantizedMatrix(pairs[:, None].to(torch.uint8).view(FP4), scales_OB, 2)
+    meant_OI = torch.stack([numbers[pairs % 16], numbers[pairs // 16]], 1) * scales_OB
+    assert torch.equal(matrix.multiplied(torch.float32), meant_OI)
+    linears = PackedLinears(Workers(kernels_of(variant), 1), rounds=False)
+    for rows in (2, 40):
+        assert torch.equal(
+            linears(matrix, None)(torch.eye(2).repeat(rows // 2, 1)), meant_OI.t().repeat(rows // 2, 1)
         )
 
 
