@@ -107,6 +107,11 @@ def step_call(runner: TorchRunner, streams: int, context_len: int) -> Callable[[
         )
         for index in range(streams)
     ]
+    return executing(runner, items)
+
+
+def executing(runner: TorchRunner, items: list[BatchItem]) -> Callable[[], object]:
+    """The window's pages, if the model has one, have the numbers of the others."""
     if runner._pool.window is not None:
         for item in items:
             item.window_pages = item.pages
@@ -126,7 +131,7 @@ def measure(args: argparse.Namespace, streams: int, threads: int) -> dict[str, A
     torch.set_num_threads(threads)
     settings = EngineSettings(
         ModelSettings(args.model, load_format=args.load_format, dtype=args.dtype, num_threads=threads),
-        CacheSettings(page_size=PAGE_SIZE, size_bytes=args.cache_mib * 2**20),
+        CacheSettings(page_size=PAGE_SIZE, size_bytes=args.cache_mib * 2**20, window_ratio=1.0),
         SchedulerSettings(),
     )
     sink, null_sink = Sink(), Sink()
@@ -174,14 +179,14 @@ def prefill(args: argparse.Namespace, threads: int) -> dict[str, Any]:
     """One chunk of a prompt: tokens/s of the runner."""
     settings = EngineSettings(
         ModelSettings(args.model, load_format=args.load_format, dtype=args.dtype, num_threads=threads),
-        CacheSettings(page_size=PAGE_SIZE, num_pages=64),
+        CacheSettings(page_size=PAGE_SIZE, num_pages=64, window_ratio=1.0),
     )
     runner = make_runner(settings)
     spec = SampleSpec(SamplingParams(temperature=0.0))
     # Tokens that differ, so that experts, if there are any, differ too.
     prompt = np.random.default_rng(1).integers(3, runner.facts.vocab_size, 512).tolist()
     item = BatchItem("p", prompt, 0, np.arange(32, dtype=np.int32), True, spec)
-    spread = time_calls(lambda: runner.execute(ScheduledBatch([item])), 10)
+    spread = time_calls(executing(runner, [item]), 10)
     return {"threads": threads, "tokens": 512, **as_json(spread), "tokens_per_s": 512 / spread.median_s}
 
 
