@@ -142,6 +142,25 @@ def test_a_conversation_with_an_adapter_is_another_one() -> None:
     assert len({call.session.session_id for call in found if call.session is not None}) == 3
 
 
+@pytest.mark.parametrize("mode", ["full", "auto"])
+async def test_a_session_tells_only_what_is_new_after_a_change_of_its_adapter(
+    served: tuple[httpx.AsyncClient, LocalService], mode: str
+) -> None:
+    """No message was recognized after a change, so the log had the whole conversation once more."""
+    client, service = served
+    headers = {"x-session-id": "s", "x-session-mode": mode}
+    said: list[dict[str, Any]] = []
+    for adapter in ("a", "b", MODEL.model_id, "a"):
+        said.append({"role": "user", "content": f"answer, {adapter}"})
+        body = {"model": adapter, "messages": said, "max_tokens": 3}
+        reply = await client.post("/v1/chat/completions", json=body, headers=headers)
+        assert reply.status_code == 200, reply.text
+        said.append({"role": "assistant", "content": reply.json()["choices"][0]["message"]["content"]})
+    turns = await service.transcript("s", tenant="")
+    told = [(turn.said.num_kept, len(turn.said.messages)) for turn in turns]
+    assert told == [(0, 1), (1, 2), (3, 2), (5, 2)]
+
+
 def test_adapters_are_named_once_and_are_there(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     model: dict[str, Any] = {"path": "assets/models/kedge-chat", "aliases": ["other"]}

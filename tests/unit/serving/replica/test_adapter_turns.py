@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 
 import pytest
+from transformers.utils import chat_template_utils
 
 from controllers.records import ForkOrder
-from serving.wire.turns import TurnEvent
+from engine.api import SamplingParams
+from serving.front.conversations import Conversations
+from serving.text.text import TextProcessor
+from serving.wire.turns import ChatPrompt, HistoryMode, SessionTurn, TurnCall, TurnEvent
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.replica_rig import VOCAB_SIZE, Rig, call, running_rig, tokens_of
+from tests.unit.serving.small_tokenizer import CHATML, byte_level_tokenizer
 
 
 def generated(history: list[int]) -> list[int]:
@@ -79,6 +85,39 @@ async def test_a_key_is_of_a_turn_with_its_adapter(rig: Rig) -> None:
     (event,) = await rig.run(call([7], "s", key="k"), epoch)
     assert event.error is not None
     assert event.error.code == "idempotency_conflict"
+
+
+class Calendar:
+    """Stands in for `datetime` where templates look for the date."""
+
+    day = 1
+
+    @classmethod
+    def now(cls) -> datetime:
+        return datetime(2026, 11, cls.day)  # noqa: DTZ001
+
+
+@pytest.mark.parametrize("mode", ["full", "auto"])
+async def test_a_session_changes_its_adapter_on_a_later_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: HistoryMode
+) -> None:
+    """Its template has the date, so that only a checkpoint leads back to its history. None was recognized after a
+    change: the turn was refused as one of another conversation."""
+    monkeypatch.setattr(chat_template_utils, "datetime", Calendar)
+    template = "{{ strftime_now('%d %b %Y') }}\n" + CHATML
+    text = TextProcessor(byte_level_tokenizer(template), vocab_size=VOCAB_SIZE, max_context_len=512)
+    front_end, greedy = Conversations(100), SamplingParams(temperature=0.0)
+    async with running_rig(tmp_path, text=text) as rig:
+        epoch = rig.open_session("s")
+        messages: list[dict[str, str]] = []
+        for day, adapter in enumerate(("", "a", "b", ""), 1):
+            monkeypatch.setattr(Calendar, "day", day)
+            messages.append({"role": "user", "content": f"question {day}"})
+            prompt, session = ChatPrompt(tuple(messages)), SessionTurn("s", mode=mode)
+            turn = TurnCall("r", prompt, greedy, max_new_tokens=3, session=session, adapter=adapter)
+            events = await rig.run(front_end.recognized(turn), epoch)
+            assert events[-1].error is None, events[-1].error
+            messages.append({"role": "assistant", "content": "".join(event.text for event in events)})
 
 
 @pytest.mark.parametrize("salt", ["", "salt"])
