@@ -275,7 +275,7 @@ def _digest(call: TurnCall) -> str:
         call.bad_words,
         *shown,
         *(() if call.strict_calls is None else (call.strict_calls,)),
-        *((call.adapter,) if call.adapter else ()),
+        *(("adapter", call.adapter) if call.adapter else ()),
     )
     return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()
 

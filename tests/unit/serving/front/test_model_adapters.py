@@ -129,6 +129,20 @@ async def test_sglang_names_adapters_in_lora_path(served: tuple[httpx.AsyncClien
         assert refused.json()["error"]["param"].startswith("lora_path")
 
 
+async def test_a_refusal_of_a_replica_names_lora_path(
+    served: tuple[httpx.AsyncClient, LocalService],
+) -> None:
+    """It named `model`, a field that /generate does not have."""
+    client, service = served
+    service.model = replace(MODEL, adapters={"new": "org/new"})  # the replica does not have it
+    refused = await client.post("/generate", json={"text": "a dog", "lora_path": "new"})
+    assert refused.status_code == 503
+    error = refused.json()["error"]
+    assert (error["code"], error["param"]) == ("adapter_not_loaded", "lora_path")
+    refused = await client.post("/v1/completions", json={"model": "new", **BODIES["/v1/completions"]})
+    assert refused.json()["error"]["param"] == "model"
+
+
 def test_a_conversation_with_an_adapter_is_another_one() -> None:
     """A replica that has it with one adapter has nothing of it with another."""
     conversations = Conversations(100, durable_timeout_s=60.0)
@@ -174,6 +188,9 @@ def test_adapters_are_named_once_and_are_there(tmp_path: Path) -> None:
         ("mine", "./nowhere", "no directory"),
         ("mine", "assets/models/kedge-chat", "no adapter_config.json"),
         ("", "org/a", "at least 1"),
+        ("my adapter", "org/a", "visible ASCII"),
+        ("n\u00e4her", "org/a", "visible ASCII"),
+        ("a" * 257, "org/a", "at most 256"),
         ("mine", "", "at least 1"),
     ):
         with pytest.raises(SettingsError, match=rf"model\.adapters.*{told}"):

@@ -119,6 +119,13 @@ async def test_a_turn_that_was_committed_is_answered_where_its_adapter_is_not(
         assert cached(await heir.run(call([9], "s"), epoch)) == 0
 
 
+async def test_a_key_tells_an_adapter_from_strict_calls(rig: Rig) -> None:
+    """Both are texts at the end of what is hashed."""
+    digests = [await rig.builder.digest(call([7], strict_calls="[]")), await rig.builder.digest(call([7]))]
+    digests.append(await rig.builder.digest(call([7], adapter="[]")))
+    assert len(set(digests)) == 3
+
+
 async def test_a_conversation_without_a_name_keeps_its_kv_with_its_adapter(tmp_path: Path) -> None:
     """And no other adapter finds it. From the second turn on it is kept whole, not only the pages that are full."""
     async with running_rig(tmp_path, text=small_text()) as rig:
