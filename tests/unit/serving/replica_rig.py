@@ -11,7 +11,6 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -204,12 +203,11 @@ class Rig:
         max_running: int = 64,
         metric_labels: Mapping[str, str] = NO_LABELS,
         spans: Spans | None = None,
-        adapters: Mapping[str, str] = MappingProxyType(ADAPTERS),
     ) -> None:
         self.replica_id = replica_id
         self.controller = controller or local_controller(directory)
         calls: Any = self.controller
-        self.runner = SlowRunner(num_pages, 4, VOCAB_SIZE, 512, adapters=adapters)
+        self.runner = SlowRunner(num_pages, 4, VOCAB_SIZE, 512, adapters=ADAPTERS)
         self.mailbox = Mailbox(asyncio.get_running_loop())
         self.engine = _engine_of(self.runner, speculation, self.mailbox, max_running)
         self.tasks = BackgroundTasks()

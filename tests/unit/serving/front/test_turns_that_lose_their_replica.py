@@ -17,14 +17,7 @@ from msgspec.structs import replace
 
 from controllers.errors import NoReplica, StaleEpoch
 from controllers.tokens import unpack_tokens
-from engine.api import (
-    AdapterNotLoaded,
-    EngineOverloaded,
-    GenerateRequest,
-    LogprobParams,
-    RequestTooLarge,
-    SamplingParams,
-)
+from engine.api import EngineOverloaded, GenerateRequest, LogprobParams, RequestTooLarge, SamplingParams
 from engine.batch import ModelOutput, ScheduledBatch
 from engine.settings import SpeculationSettings
 from serving.front import turn_dispatch
@@ -32,7 +25,6 @@ from serving.front.replica_gone import ReplicaGone
 from serving.text.text import TextProcessor
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import OutputConstraint, ResumedTurn, ServiceError, TurnCall, TurnEvent
-from serving.wire.versions import UNKNOWN_CALL
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.failover_rig import STEP_S, Failover, at_the_end, behind, running_failover
 from tests.unit.serving.local_service import shown_text, small_text
@@ -429,28 +421,6 @@ async def test_who_is_in_mid_stream_waits_for_room(served: Failover, monkeypatch
     served.replicas.losses = {"a": behind(3)}
     assert (await served.turn(turn_of(None))).finish is not None
     assert refused == 4
-
-
-@pytest.mark.parametrize("session", [None, "s"])
-@pytest.mark.parametrize("error", [AdapterNotLoaded("older settings"), ServiceError(UNKNOWN_CALL)])
-async def test_who_is_in_mid_stream_goes_on_with_the_adapter_and_waits_for_it(
-    served: Failover, monkeypatch: pytest.MonkeyPatch, error: Exception, session: str | None
-) -> None:
-    """During an update the next replica may be one that does not have the adapter yet. The turn used to end there."""
-    check, refusals = served.rigs[1].builder.check, [error] * 3
-
-    def older_at_first(call: TurnCall) -> None:
-        if refusals:
-            raise refusals.pop()
-        check(call)
-
-    monkeypatch.setattr(served.rigs[1].builder, "check", older_at_first)
-    served.open_session("s")
-    served.replicas.losses = {"a": behind(3)}
-    whole = await served.turn(turn_of(session, adapter="a"))
-    assert list(whole.token_ids) == WHOLE
-    assert not refusals
-    assert [(name, asked.adapter) for name, asked in served.replicas.calls] == [("a", "a")] + [("b", "a")] * 4
 
 
 async def test_what_no_other_replica_takes_is_lost(served: Failover, monkeypatch: pytest.MonkeyPatch) -> None:

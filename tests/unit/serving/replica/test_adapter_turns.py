@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import datetime
 from pathlib import Path
 
@@ -102,7 +103,8 @@ async def test_a_turn_that_was_committed_is_answered_where_its_adapter_is_not(
     epoch = rig.open_session("s")
     turn = call([7], "s", key="k", adapter="a")
     first = await rig.run(turn, epoch)
-    async with running_rig(tmp_path, controller=rig.controller, replica_id="b", adapters={}) as heir:
+    async with running_rig(tmp_path, controller=rig.controller, replica_id="b") as heir:
+        heir.engine._facts = dataclasses.replace(heir.engine._facts, adapters={})  # type: ignore[attr-defined]
         cluster = rig.controller.cluster
         cluster.report_unreachable(rig.replica_id, True)
         cluster.register_replica(heir.host.status())
