@@ -134,8 +134,8 @@ class SessionController:
         than that of the turn before, the history's chain is made anew, which costs the history's length.
 
         Raises SessionNotFound, StaleEpoch, IdempotencyConflict, SessionClosing, TurnInFlight, SessionIsTree,
-        TurnDiffers if it is not the `expected_turn` (None: any), InvalidRewind, ToolsDiffer and CapacityExceeded. After
-        an error nothing is changed.
+        TurnDiffers if it is not the `expected_turn` (None: any), InvalidRewind, ToolsDiffer, CapacityExceeded, and what
+        `make_chain` raises for the adapter (AdapterNotLoaded). After an error nothing is changed.
         """
         session = self._at_epoch(session_id, epoch)
         if idempotency_key is not None and idempotency_key in session.results:
@@ -408,7 +408,7 @@ class SessionController:
         if adapter is None or adapter == session.adapter:
             return
         chain = self._make_chain(session.tenant, adapter)
-        chain.extend(session.chain.tokens)
+        chain.extend(session.chain.tokens[:])  # of a copy, whose items come quicker
         session.chain, session.adapter = chain, adapter
 
     def _hold(self, record: SessionRecord, chain: HistoryChain, adapter: str = "") -> None:

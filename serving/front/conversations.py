@@ -89,9 +89,9 @@ class Conversations:
         wanted = self._unnamed if session is None else session.mode != "append"
         if not wanted or not isinstance(call.prompt, ChatPrompt) or not call.may_go_on:
             return call
-        call = replace(
-            call, prompt=replace(call.prompt, said=said_in(call.prompt, call.tenant, call.adapter))
-        )
+        # The checkpoints of a named session count for all its adapters: its KV is set apart by its chain.
+        adapter = call.adapter if session is None else ""
+        call = replace(call, prompt=replace(call.prompt, said=said_in(call.prompt, call.tenant, adapter)))
         return call if self._durable_timeout_s is None else _in_session(call, self._durable_timeout_s)
 
     def affinity(self, call: TurnCall) -> Affinity:

@@ -288,7 +288,7 @@ async def actor_has_died(address: ReplicaAddress) -> bool:
 
 async def _model_info(calls: ReplicaCalls, settings: ModelArgs) -> ModelInfo:
     """The served model. Asks until a replica answers: models may take minutes to load. During an update that may be one
-    with older settings, so names come from this ingress's own."""
+    with older settings, so all names come from this ingress's own."""
     waits = False
     async with asyncio.timeout(START_TIMEOUT_S):
         while True:
@@ -301,4 +301,9 @@ async def _model_info(calls: ReplicaCalls, settings: ModelArgs) -> ModelInfo:
                 await asyncio.sleep(0.5)
             else:
                 assert isinstance(answer, ModelInfo)
-                return replace(answer, aliases=tuple(settings.aliases), adapters=settings.adapters)
+                return replace(
+                    answer,
+                    model_id=settings.model_id,
+                    aliases=tuple(settings.aliases),
+                    adapters=settings.adapters,
+                )

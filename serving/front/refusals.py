@@ -12,6 +12,7 @@ from controllers.errors import (
     StoreError,
     ToolsDiffer,
 )
+from engine.api import AdapterNotLoaded
 from serving.watch.metrics import FailoverCause
 from serving.wire.errors import (
     HISTORY_DIFFERS,
@@ -24,6 +25,7 @@ from serving.wire.errors import (
     unavailable,
 )
 from serving.wire.turns import ErrorInfo
+from serving.wire.versions import VERSION_MISMATCH
 
 GONE = unavailable("the session's replica is gone and no other could take over in time")
 LOST = unavailable("the replica was lost during the answer", REPLICA_LOST)
@@ -34,7 +36,10 @@ LET_GO = frozenset({STALE_EPOCH, SESSION_MOVED, SESSION_NOT_FOUND})
 LOG_AWAY = frozenset({StoreError.code, NoAnswer.code})
 """Nothing was begun, or it is not known whether it was: a call that can be repeated is retried until this is known."""
 RETRIED_AFTER_FAILURE = frozenset({TURN_IN_FLIGHT, SESSION_NOT_FOUND})
-REFUSED_BY_SESSION = frozenset(
+ADAPTER_AWAY = frozenset({AdapterNotLoaded.code, VERSION_MISMATCH})
+"""The replica is older than this front end: it lacks the adapter, or does not know of adapters. An update replaces it
+soon."""
+REFUSED_BY_SESSION = ADAPTER_AWAY | frozenset(
     {
         TURN_IN_FLIGHT,
         SESSION_NOT_FOUND,
@@ -61,9 +66,10 @@ def failover_cause(failure: ErrorInfo) -> FailoverCause:
 
 def is_retried(refusal: ErrorInfo, failed: bool, *, in_mid_stream: bool = False) -> bool:
     """Whether to try again. Some refusals (RETRIED_AFTER_FAILURE) may come from the remains of a failed attempt. If no
-    attempt failed, they go to the client. A turn in mid-stream also waits for an overloaded replica."""
+    attempt failed, they go to the client. A turn in mid-stream also waits for an overloaded replica, and for its
+    adapter."""
     if refusal.code in RETRIED_CODES or refusal.code == "replica_unavailable":
         return True
-    if in_mid_stream and refusal.code == "overloaded":
+    if in_mid_stream and (refusal.code == "overloaded" or refusal.code in ADAPTER_AWAY):
         return True
     return failed and refusal.code in RETRIED_AFTER_FAILURE

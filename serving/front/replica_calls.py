@@ -23,7 +23,7 @@ from serving.front.membership import Membership
 from serving.front.replica_gone import Loss, ReplicaGone
 from serving.front.replica_link import LinkTimes, ReplicaLink
 from serving.watch.registry import Figure
-from serving.wire.calls import Answer, AnyCall, Describe, RunTurn, UnreadableMessage, result_of
+from serving.wire.calls import Answer, AnyCall, Describe, UnreadableMessage, call_of, result_of
 from serving.wire.connections import Connection, ConnectionEvents
 from serving.wire.controller_calls import ControllerCalls
 from serving.wire.turn_events import merge_events
@@ -78,7 +78,7 @@ class ReplicaCalls:
         link = await self._link(replica_id)
         events = TurnEvents()
         with self._membership.turn_at(link.replica_id):
-            number = link.begin(RunTurn(call, epoch), events.deliver)
+            number = link.begin(call_of(call, epoch), events.deliver)
             try:
                 yield events
             finally:

@@ -304,8 +304,7 @@ class LLMReplica:
             tool_calls=self._text.tool_format(self._args.model.tool_calls),
             reasoning=self._text.reasoning_format(self._args.model.reasoning),
             sampling=self._sampling,
-            aliases=tuple(self._args.model.aliases),
-            adapters=self._args.model.adapters,
+            aliases=tuple(self._args.model.aliases),  # for front ends of the version before
         )
 
     def _describe(self) -> dict[str, Any]:

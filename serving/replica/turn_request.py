@@ -80,12 +80,14 @@ class RequestBuilder:
         return None
 
     def check(self, call: TurnCall) -> None:
-        """Raises ServiceError if the front end's version is too far from this one, and AdapterNotLoaded: the front end
-        may have newer settings."""
+        """Raises ServiceError if the front end's version is too far from this one, and AdapterNotLoaded for a call
+        without a session: the front end may have newer settings. A session may have the answer already; if not, its
+        chain cannot be made."""
         if (refusal := mismatch(call.wire_version, "front end")) is not None:
             raise ServiceError(refusal)
-        if call.adapter and call.adapter not in self._engine.adapters:
-            raise AdapterNotLoaded(f"This replica does not have the adapter {call.adapter!r}.", param="model")
+        lacks = call.adapter and call.adapter not in self._engine.adapters
+        if lacks and call.session is None:
+            raise AdapterNotLoaded(f"the adapter {call.adapter!r} is not loaded", param="model")
 
     async def place(self, call: TurnCall, turn: Turn | None) -> PlacedPrompt:
         """The call's tokens, and how much of the turn's history they follow. Raises InvalidRequest,
@@ -273,7 +275,7 @@ def _digest(call: TurnCall) -> str:
         call.bad_words,
         *shown,
         *(() if call.strict_calls is None else (call.strict_calls,)),
-        *((call.adapter,) if call.adapter else ()),
+        *(("adapter", call.adapter) if call.adapter else ()),
     )
     return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()
 

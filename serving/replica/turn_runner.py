@@ -253,7 +253,8 @@ class TurnRunner:
         self, call: TurnCall, session: SessionTurn, epoch: int, key: str | None, digest: str
     ) -> Turn | Replay:
         """Begins the session's turn. Raises TurnInFlight if a turn is in flight and its client does not leave within
-        `patience_s`, or if a fork takes longer than that."""
+        `patience_s`, or if a fork takes longer than that, and AdapterNotLoaded for a turn without an answer in the log.
+        """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + patience_s(session)
         tools = await self._builder.tools(call)

@@ -23,7 +23,7 @@ from engine.settings import (
     SpeculationSettings,
 )
 from serving.settings.settings_paths import resolve_path, state_path
-from serving.settings.strict_settings import NotEmpty, NotNegative, PositiveInt, StrictModel
+from serving.settings.strict_settings import Name, NotEmpty, NotNegative, PositiveInt, StrictModel
 from serving.text.reasoning.formats import ReasoningSetting
 from serving.text.tool_calls.formats import ToolCallsSetting
 
@@ -60,7 +60,7 @@ class ModelArgs(StrictModel):
     revision: NotEmpty | None = None
     generation_config: Annotated[Literal["auto", "off"], BeforeValidator(_yaml_off)] = "auto"
     aliases: list[NotEmpty] = Field(default_factory=list)
-    adapters: dict[NotEmpty, NotEmpty] = Field(default_factory=dict)
+    adapters: dict[Name, NotEmpty] = Field(default_factory=dict)
     keep_fp8: bool = False
 
     @field_validator("path")

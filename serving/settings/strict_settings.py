@@ -11,6 +11,9 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 NotEmpty = Annotated[str, Field(min_length=1)]
+NAME_PATTERN = r"^[!-~]+$"
+"""Names that clients give: visible ASCII, so that they can travel in a header."""
+Name = Annotated[str, Field(min_length=1, max_length=256, pattern=NAME_PATTERN)]
 
 
 class SettingsError(ValueError):
@@ -45,4 +48,6 @@ def faults(error: ValidationError, root: str) -> list[str]:
 
 def _reason(error: Any) -> str:
     """pydantic puts "Value error, " before what a validator of ours has to say."""
+    if error["type"] == "string_pattern_mismatch" and error["ctx"]["pattern"] == NAME_PATTERN:
+        return "use 1 to 256 visible ASCII characters, no spaces"
     return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"])

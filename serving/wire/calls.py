@@ -4,7 +4,8 @@ A front end numbers its calls. A replica answers each call with one Answer, but 
 has a finish or an error. All that one engine step yields for the turns of a front end is one message.
 
 The two ends may be of neighbouring versions. So fields are only ever added, at the end and with a default: a reader
-skips fields that it does not know, and uses the default of those that are missing.
+skips fields that it does not know, and uses the default of those that are missing. A field that a reader must not skip
+needs a call of its own.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ class RunTurn(Call, frozen=True, tag="turn"):
 
     turn: TurnCall
     epoch: int | None
+
+
+class RunAdaptedTurn(RunTurn, frozen=True, tag="adapted_turn"):
+    """A turn with an adapter. A replica of a version without adapters would skip the field and answer with the model
+    itself; this call it does not know, and refuses."""
 
 
 class CloseSession(Call, frozen=True, tag="close_session"):
@@ -153,6 +159,7 @@ class Detokenize(Call, frozen=True, tag="detokenize"):
 
 AnyCall = (
     RunTurn
+    | RunAdaptedTurn
     | CloseSession
     | ForkSession
     | RewindSession
@@ -192,6 +199,11 @@ ANSWERS: Mapping[type[Call], Any] = MappingProxyType(
     }
 )
 """The type of each call's answer. A turn is answered with events instead."""
+
+
+def call_of(turn: TurnCall, epoch: int | None) -> RunTurn:
+    """The call that runs the turn at the owner's `epoch`."""
+    return RunAdaptedTurn(turn, epoch) if turn.adapter else RunTurn(turn, epoch)
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):

@@ -20,6 +20,7 @@ from starlette.websockets import WebSocket
 
 from serving.front.api.documented_replies import ErrorShape, error_shape
 from serving.front.api.strict_json import InvalidBody
+from serving.settings.strict_settings import NAME_PATTERN
 from serving.wire.errors import error_info
 from serving.wire.turns import ErrorInfo, ServiceError
 
@@ -27,8 +28,6 @@ CLIENT_CLOSED_REQUEST = 499
 UNSUPPORTED = "unsupported_field"
 """Code of an error about something that is known but not served; also the type of pydantic's errors for such values."""
 
-NAME_PATTERN = r"^[!-~]+$"
-"""Ids given by clients: visible ASCII, so that they can travel in a header."""
 _TOO_MANY = HTTPStatus.TOO_MANY_REQUESTS
 _ABOUT_THE_CALLER = frozenset({_TOO_MANY, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 _MAX_NAME_LEN = 120

@@ -16,11 +16,12 @@ from starlette.requests import HTTPConnection
 
 from engine.api import SamplingParams
 from serving.front.api.access import FOR_OPERATORS
-from serving.front.api.errors import NAME_PATTERN, refusal
+from serving.front.api.errors import refusal
 from serving.front.api.keys import Caller
 from serving.front.api.strict_json import StrictBody
 from serving.logs.audit_log import audit_event
 from serving.logs.call_facts import CALL_FACTS
+from serving.settings.strict_settings import NAME_PATTERN
 from serving.wire.turns import HistoryMode, ModelInfo, OutputConstraint, ServiceError, TurnService
 
 MAX_CALLS = 256

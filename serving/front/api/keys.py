@@ -17,8 +17,7 @@ from typing import Annotated
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from serving.front.api.errors import NAME_PATTERN
-from serving.settings.strict_settings import SettingsError, StrictModel, faults
+from serving.settings.strict_settings import Name, SettingsError, StrictModel, faults
 
 API_KEYS = "KEDGE_API_KEYS"
 """The ingress's environment variable with the keys: `key` or `key=tenant`, separated by commas."""
@@ -29,8 +28,6 @@ OPERATOR_KEYS = "KEDGE_OPERATOR_KEYS"
 KEYS_FILE_SETTING = "ingress.keys_file"
 
 logger = logging.getLogger(__name__)
-
-TenantName = Annotated[str, Field(min_length=1, max_length=256, pattern=NAME_PATTERN)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,7 @@ class KeyEntry(StrictModel):
     """One key of the file: the SHA-256 of its bytes, and whose it is."""
 
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    tenant: TenantName | None = None
+    tenant: Name | None = None
     operator: bool = False
 
     @model_validator(mode="after")

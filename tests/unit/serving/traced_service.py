@@ -18,7 +18,7 @@ from serving.front.http import create_http_app
 from serving.front.recorder import Recorder
 from serving.settings.record_args import LogsArgs, TracingArgs
 from serving.trace.opening import front_traces, open_spans
-from serving.wire.calls import Request, RunTurn, decode_request, encode_request
+from serving.wire.calls import Request, RunTurn, call_of, decode_request, encode_request
 from serving.wire.turns import TurnCall, TurnEvent
 from tests.unit.serving.failover_rig import Failover, running_failover
 from tests.unit.serving.local_service import MODEL, LocalService, http_server
@@ -90,7 +90,7 @@ def over_the_wire(monkeypatch: pytest.MonkeyPatch, failover: Failover) -> None:
     plain = failover.replicas.turn
 
     def turn(replica_id: str, call: TurnCall, epoch: int | None) -> Any:
-        request = decode_request(encode_request(Request(1, RunTurn(call, epoch))))
+        request = decode_request(encode_request(Request(1, call_of(call, epoch))))
         assert isinstance(request.call, RunTurn)
         return plain(replica_id, request.call.turn, request.call.epoch)
 

@@ -300,4 +300,5 @@ def _field_names(prompt_field: str) -> dict[str, str]:
         "offset": "session_params.offset",
         "session_id": "session_params.id",
         "idempotency_key": "idempotency-key",
+        "model": "lora_path",
     }

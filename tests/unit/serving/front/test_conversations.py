@@ -76,10 +76,10 @@ def test_a_key_only_says_where_a_new_conversation_goes() -> None:
 def test_plain_text_goes_where_its_beginning_was(kind: str) -> None:
     """The requests of a conversation in plain text used to go to any of the replicas."""
 
-    def asked(length: int, begins: int = 0, tenant: str = "") -> TurnCall:
+    def asked(length: int, begins: int = 0, **fields: str) -> TurnCall:
         ids = [begins, *range(1, length)]
         prompt = TokenPrompt(tuple(ids)) if kind == "tokens" else TextPrompt("".join(map("{:4}".format, ids)))
-        return TurnCall("r", prompt, SamplingParams(), tenant=tenant)
+        return TurnCall("r", prompt, SamplingParams(), **fields)  # type: ignore[arg-type]
 
     front_end, other = Conversations(100, shared=True), Conversations(100, shared=True)
     assert front_end.affinity(asked(20)) == (None, None, False), "too short to tell"
@@ -89,7 +89,7 @@ def test_plain_text_goes_where_its_beginning_was(kind: str) -> None:
     front_end.note(asked(1000, begins=7), "b")
     assert front_end.affinity(asked(1100)).holder == front_end.affinity(asked(1_000_000)).holder == "a"
     assert front_end.affinity(asked(1100, begins=7)).holder == "b"
-    for differing in (asked(1100, begins=8), asked(1100, tenant="t")):
+    for differing in (asked(1100, begins=8), asked(1100, tenant="t"), asked(1100, adapter="a")):
         assert front_end.affinity(differing).holder is None
     assert other.affinity(asked(1100)) == (None, begun.home, False), "they look at the same one"
     disabled = Conversations(100, unnamed=False)

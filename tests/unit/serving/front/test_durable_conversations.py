@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from controllers.errors import Overloaded, TurnInFlight
-from engine.api import LogprobParams, SamplingParams
+from engine.api import AdapterNotLoaded, LogprobParams, SamplingParams
 from serving.front.conversations import Conversations
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import (
@@ -180,6 +180,25 @@ async def test_where_no_more_sessions_may_be_opened(tmp_path: Path, monkeypatch:
         with pytest.raises(ServiceError) as caught:
             await served.turn(in_session(None))
         assert caught.value.info.code == "overloaded"
+        await served.settled()
+
+
+async def test_a_session_whose_owner_lacks_the_adapter_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The turn runs with its adapter all the same, where that is."""
+    async with running_failover(tmp_path) as served:
+        served.open_session("s")
+
+        def lacks(call: TurnCall) -> None:
+            if call.session is not None:
+                raise AdapterNotLoaded("older settings")
+
+        monkeypatch.setattr(served.rigs[0].builder, "check", lacks)
+        answer = await served.turn(replace(in_session("unnamed"), adapter="a"))
+        assert (answer.error, answer.completion_tokens) == (None, 30)
+        told = [(asked.session is None, asked.adapter) for _, asked in served.replicas.calls]
+        assert told == [(False, "a"), (True, "a")]
         await served.settled()
 
 

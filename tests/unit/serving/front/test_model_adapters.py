@@ -10,10 +10,12 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
+from serving.front.api.fields import adapter_of
 from serving.front.conversations import Conversations
+from serving.front.ingress import _model_info
 from serving.settings.config import parse_args
 from serving.settings.strict_settings import SettingsError
-from serving.wire.turns import ChatPrompt
+from serving.wire.turns import ChatPrompt, ModelInfo
 from tests.unit.serving.front.test_durable_conversations import asked
 from tests.unit.serving.local_service import MODEL, LocalService, local_client
 
@@ -32,6 +34,23 @@ async def served(tmp_path: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Local
     async with local_client(tmp_path) as (client, service):
         service.model = replace(MODEL, adapters=ADAPTERS, aliases=("small",))
         yield client, service
+
+
+class OlderReplica:
+    """Answers a front end during an update. The adapter "pirate" was a model of its own before."""
+
+    async def call(self, *_: object) -> ModelInfo:
+        return replace(MODEL, model_id="pirate", aliases=("old",), adapters={"gone": "org/gone"})
+
+
+async def test_names_are_those_of_the_front_end_s_own_settings() -> None:
+    """A front end that came up beside such a replica used to take "pirate" for the model itself, as long as it ran."""
+    model = {"path": "org/base", "name": "base", "aliases": ["small"], "adapters": {"pirate": "org/pirate"}}
+    replicas: Any = OlderReplica()
+    told = await _model_info(replicas, parse_args({"model": model}).model)
+    assert (told.model_id, told.aliases, told.adapters) == ("base", ("small",), {"pirate": "org/pirate"})
+    assert told.max_context_len == MODEL.max_context_len
+    assert [adapter_of(name, told) for name in (None, "base", "small", "pirate")] == ["", "", "", "pirate"]
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -110,6 +129,20 @@ async def test_sglang_names_adapters_in_lora_path(served: tuple[httpx.AsyncClien
         assert refused.json()["error"]["param"].startswith("lora_path")
 
 
+async def test_a_refusal_of_a_replica_names_lora_path(
+    served: tuple[httpx.AsyncClient, LocalService],
+) -> None:
+    """It named `model`, a field that /generate does not have."""
+    client, service = served
+    service.model = replace(MODEL, adapters={"new": "org/new"})  # the replica does not have it
+    refused = await client.post("/generate", json={"text": "a dog", "lora_path": "new"})
+    assert refused.status_code == 503
+    error = refused.json()["error"]
+    assert (error["code"], error["param"]) == ("adapter_not_loaded", "lora_path")
+    refused = await client.post("/v1/completions", json={"model": "new", **BODIES["/v1/completions"]})
+    assert refused.json()["error"]["param"] == "model"
+
+
 def test_a_conversation_with_an_adapter_is_another_one() -> None:
     """A replica that has it with one adapter has nothing of it with another."""
     conversations = Conversations(100, durable_timeout_s=60.0)
@@ -121,6 +154,25 @@ def test_a_conversation_with_an_adapter_is_another_one() -> None:
     assert not places[0] & places[1]
     assert not places[1] & places[2]
     assert len({call.session.session_id for call in found if call.session is not None}) == 3
+
+
+@pytest.mark.parametrize("mode", ["full", "auto"])
+async def test_a_session_tells_only_what_is_new_after_a_change_of_its_adapter(
+    served: tuple[httpx.AsyncClient, LocalService], mode: str
+) -> None:
+    """No message was recognized after a change, so the log had the whole conversation once more."""
+    client, service = served
+    headers = {"x-session-id": "s", "x-session-mode": mode}
+    said: list[dict[str, Any]] = []
+    for adapter in ("a", "b", MODEL.model_id, "a"):
+        said.append({"role": "user", "content": f"answer, {adapter}"})
+        body = {"model": adapter, "messages": said, "max_tokens": 3}
+        reply = await client.post("/v1/chat/completions", json=body, headers=headers)
+        assert reply.status_code == 200, reply.text
+        said.append({"role": "assistant", "content": reply.json()["choices"][0]["message"]["content"]})
+    turns = await service.transcript("s", tenant="")
+    told = [(turn.said.num_kept, len(turn.said.messages)) for turn in turns]
+    assert told == [(0, 1), (1, 2), (3, 2), (5, 2)]
 
 
 def test_adapters_are_named_once_and_are_there(tmp_path: Path) -> None:
@@ -136,6 +188,9 @@ def test_adapters_are_named_once_and_are_there(tmp_path: Path) -> None:
         ("mine", "./nowhere", "no directory"),
         ("mine", "assets/models/kedge-chat", "no adapter_config.json"),
         ("", "org/a", "at least 1"),
+        ("my adapter", "org/a", "visible ASCII"),
+        ("n\u00e4her", "org/a", "visible ASCII"),
+        ("a" * 257, "org/a", "at most 256"),
         ("mine", "", "at least 1"),
     ):
         with pytest.raises(SettingsError, match=rf"model\.adapters.*{told}"):

@@ -10,13 +10,28 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from engine.api import SamplingParams
 from serving.front.replica_calls import ANY_REPLICA
 from serving.front.replica_gone import Loss, ReplicaGone
 from serving.front.replica_link import CALLS_AT_ONCE, LinkTimes
+from serving.replica import link_server
 from serving.replica.link_server import Emit
-from serving.wire.calls import Abort, AnyCall, Audit, Call, Flush, RunTurn, answer_of, encode_replies
+from serving.wire.calls import (
+    Abort,
+    AnyCall,
+    Audit,
+    Call,
+    Flush,
+    Request,
+    RunAdaptedTurn,
+    RunTurn,
+    UnknownCall,
+    answer_of,
+    decode_request,
+    encode_replies,
+)
 from serving.wire.turns import ErrorInfo, ServiceError, TokenPrompt, TurnCall, TurnEvent, TurnFinish
 from serving.wire.versions import UNKNOWN_CALL
 from tests.unit.serving.link_rig import ELSEWHERE, NODE, running_link
@@ -96,6 +111,24 @@ async def test_a_call_that_a_replica_does_not_know_is_refused_and_nothing_else(a
         assert caught.value.info == UNKNOWN_CALL
         answers.held.set()
         assert (await rest_of(events))[-1].finish == END.finish
+
+
+async def test_a_replica_without_adapters_refuses_a_turn_that_has_one(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It used to skip the field, and to answer with the model itself."""
+
+    def older(body: bytes) -> Request:
+        request = decode_request(body)
+        if isinstance(request.call, RunAdaptedTurn):
+            raise UnknownCall(request.number)
+        return request
+
+    monkeypatch.setattr(link_server, "decode_request", older)
+    async with running_link(answers.serve) as rig:
+        assert await events_of(rig.calls, replace(turn(), adapter="a")) == ([], TurnEvent(error=UNKNOWN_CALL))
+        assert answers.begun.empty()
+        assert (await events_of(rig.calls, turn()))[0] == [0, 1, 2]
 
 
 async def test_a_call_that_cannot_be_written_leaves_nothing_behind(answers: Answers) -> None:

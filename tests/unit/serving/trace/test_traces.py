@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from opentelemetry.sdk.trace import TracerProvider
 
 from serving.front import turn_dispatch
 from serving.trace.turn_traces import UNTRACED
 from tests.unit.serving.failover_rig import behind
+from tests.unit.serving.local_service import MODEL, LocalService
 from tests.unit.serving.otlp_collector import Collector, Span
 from tests.unit.serving.traced_service import Traced, over_the_wire, traced_service
 
@@ -93,6 +95,14 @@ async def test_a_turn_has_the_names_of_the_conventions(traced: Traced) -> None:
     assert told["gen_ai.usage.output_tokens"] == 8
     assert told["gen_ai.usage.input_tokens"] > 0
     assert 0 < told["gen_ai.response.time_to_first_chunk"] < turn.took_ms / 1000
+
+
+async def test_a_turn_with_an_adapter_is_one_of_that_model(
+    traced: Traced, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalService, "model", structs.replace(MODEL, adapters={"a": "org/a"}))
+    told = (await chat(traced, model="a")).one("chat a").attributes
+    assert told["gen_ai.request.model"] == told["gen_ai.response.model"] == "a"
 
 
 async def test_the_stages_follow_each_other_and_add_up(traced: Traced) -> None:

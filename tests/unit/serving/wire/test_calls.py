@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from msgspec.structs import fields
+from msgspec.structs import fields, replace
 
 from cache.slots import KVPlace
 from controllers.records import ForkOrder
@@ -32,11 +32,13 @@ from serving.wire.calls import (
     PlantFault,
     Request,
     RewindSession,
+    RunAdaptedTurn,
     RunTurn,
     SessionPlaces,
     Tokenize,
     UnreadableMessage,
     answer_of,
+    call_of,
     decode_replies,
     decode_request,
     encode_replies,
@@ -102,6 +104,7 @@ CALLS: list[AnyCall] = [
     RunTurn(TURN, 3),
     RunTurn(TurnCall("r", TextPrompt("x"), SamplingParams()), None),
     RunTurn(TurnCall("r", TokenPrompt((1, 2)), SamplingParams()), None),
+    RunAdaptedTurn(TurnCall("r", TextPrompt("x"), SamplingParams(), adapter="a"), 3),
     CloseSession("s", 2),
     ForkSession("s", 2, ForkOrder("c", "k", 5, 1.5)),
     RewindSession("s", 2, 7),
@@ -148,7 +151,24 @@ def test_calls_arrive_as_they_were(call: AnyCall) -> None:
 
 def test_every_call_is_among_them() -> None:
     assert {type(call) for call in CALLS} == set(get_args(AnyCall))
-    assert {type(call) for call, _ in RESULTS} == set(ANSWERS) == set(get_args(AnyCall)) - {RunTurn}
+    turns = {RunTurn, RunAdaptedTurn}
+    assert {type(call) for call, _ in RESULTS} == set(ANSWERS) == set(get_args(AnyCall)) - turns
+
+
+class TurnWithoutAdapters(msgspec.Struct, tag="turn", tag_field="call"):
+    """RunTurn as a version without adapters knows it."""
+
+    turn: msgspec.Raw
+    epoch: int | None
+
+
+def test_a_version_without_adapters_does_not_read_a_turn_that_has_one() -> None:
+    """It skips fields that it does not know. It used to answer such turns with the model itself, and to commit them."""
+    older = msgspec.msgpack.Decoder(tuple[int, TurnWithoutAdapters])
+    plain = TurnCall("r", TextPrompt("x"), SamplingParams())
+    assert older.decode(encode_request(Request(1, call_of(plain, 3))))[1].epoch == 3
+    with pytest.raises(msgspec.ValidationError, match="adapted_turn"):
+        older.decode(encode_request(Request(1, call_of(replace(plain, adapter="a"), 3))))
 
 
 def test_a_cancelled_call_is_a_number() -> None:
