@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import cast
 
 FOLDER = Path(__file__).parent
 VARIANTS = ("amx", "avx512bf16", "avx512", "avx2", "neon")
@@ -213,15 +212,18 @@ class NoKernels:
     reason: str
 
 
-def find_kernels(folder: Path = FOLDER, variants: Sequence[str] = VARIANTS) -> Kernels | NoKernels:
-    """The first build in the folder that runs here. No other is opened."""
-    runs = _processor(folder)
-    if isinstance(runs, NoKernels):
-        return runs
+def find_kernels(folder: Path = FOLDER, variants: Sequence[str] | None = None) -> Kernels | NoKernels:
+    """The first build in the folder that runs here, but for builds that are slower here than the next. With `variants`
+    the first of these. No other is opened."""
+    processor = _processor(folder)
+    if isinstance(processor, NoKernels):
+        return processor
     reasons = []
-    for variant in variants:
+    for variant in variants or VARIANTS:
         path = _file(folder, variant)
-        if not path.is_file() or not runs(variant.encode()):
+        if not path.is_file() or not processor.kedge_processor_runs(variant.encode()):
+            continue
+        if variants is None and not processor.kedge_processor_gains(variant.encode()):
             continue
         try:
             c = ctypes.CDLL(str(path))
@@ -237,17 +239,18 @@ def find_kernels(folder: Path = FOLDER, variants: Sequence[str] = VARIANTS) -> K
     return NoKernels("; ".join(reasons) or "no kernels were compiled for this processor (docs/operations.md)")
 
 
-def _processor(folder: Path) -> Callable[[bytes], int] | NoKernels:
-    """A function that says whether a variant runs here. Its code runs on any CPU of the architecture."""
+def _processor(folder: Path) -> ctypes.CDLL | NoKernels:
+    """What says which variants run here. Its code runs on any CPU of the architecture."""
     path = _file(folder, "processor")
     if not path.is_file():
         return NoKernels("no kernels were compiled when Kedge was installed (docs/operations.md)")
     try:
-        runs = ctypes.CDLL(str(path)).kedge_processor_runs
+        processor = ctypes.CDLL(str(path))
+        for function in (processor.kedge_processor_runs, processor.kedge_processor_gains):
+            function.argtypes, function.restype = (c_char_p,), c_int
     except (OSError, AttributeError) as error:
         return NoKernels(f"{path.name}: {error}")
-    runs.argtypes, runs.restype = (c_char_p,), c_int
-    return cast(Callable[[bytes], int], runs)
+    return processor
 
 
 def _file(folder: Path, name: str) -> Path:

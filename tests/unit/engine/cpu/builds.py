@@ -11,7 +11,12 @@ import pytest
 from engine.cpu.library import VARIANTS, Kernels, NoKernels, find_kernels
 
 FOUND = {variant: find_kernels(variants=(variant,)) for variant in VARIANTS}
-RUNNING = [variant for variant, found in FOUND.items() if isinstance(found, Kernels)]
+CHOSEN = find_kernels()
+RUNNING = sorted(
+    (found.variant for found in FOUND.values() if isinstance(found, Kernels)),
+    key=lambda variant: isinstance(CHOSEN, Kernels) and variant != CHOSEN.variant,
+)
+"""The first is the one that the engine chooses."""
 
 every_build = pytest.mark.parametrize(
     "variant",

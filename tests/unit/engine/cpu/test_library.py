@@ -23,10 +23,14 @@ def build_in(folder: Path) -> list[str]:
 
 @every_build
 def test_the_best_build_is_chosen(variant: str) -> None:
+    """Intel's processors without AMX do not gain by pairs of bfloat16."""
     kernels_of(variant)
+    best = [name for name in library.VARIANTS if name in RUNNING]
+    if best[0] == "avx512bf16" and "GenuineIntel" in Path("/proc/cpuinfo").read_text():
+        best.pop(0)
     found = find_kernels()
     assert isinstance(found, Kernels)
-    assert found.variant == RUNNING[0]
+    assert found.variant == best[0]
 
 
 @every_build
