@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from test_loader import load, run_logits
 from torch import Tensor
@@ -24,6 +25,7 @@ from engine.settings import ModelSettings
 
 LAYERS, EXPERTS = 2, 3
 CONFIG: dict[str, Any] = {
+    "model_type": "gpt_oss",
     "architectures": ["GptOssForCausalLM"],
     "vocab_size": 50,
     "hidden_size": 64,
@@ -104,6 +106,15 @@ def test_the_model_is_the_one_that_is_meant(tmp_path: Path) -> None:
     torch.testing.assert_close(
         run_logits(load_model(settings, PlainLinear)), run_logits(expected), atol=1e-4, rtol=1e-4
     )
+
+
+def test_transformers_reads_the_same_model(tmp_path: Path) -> None:
+    """It multiplies the weights out."""
+    saved(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).float().eval()
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([[4, 5, 6]])).logits[0]
+    torch.testing.assert_close(run_logits(load(tmp_path, dtype="float32")), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_random_weights(tmp_path: Path) -> None:
