@@ -235,6 +235,7 @@ def kv_identity(loaded: LoadedModel, pool: KVPool, draft: LoadedModel | None) ->
     of the same tokens may differ, the identity must differ. Replicas with the same configuration on like devices have
     the same identity."""
     kept: dict[str, object] = {
+        "native": loaded.native,
         "weights": dtype_name(loaded.weights_dtype),
         "activations": dtype_name(loaded.dtype),
         "kv": dtype_name(pool.full.kv_L2KSD.dtype),

@@ -50,7 +50,7 @@ class CpuAttention:
         return CpuAttentionStep(self, items, slots_PN)
 
     def layers(self, traits: Sequence[LayerTraits]) -> Array[LayerKVC]:
-        """Where each layer's keys and values lie, and its sinks, whose tensors must be kept alive."""
+        """Where each layer's keys and values lie, and its sinks: the caller keeps their tensors alive."""
         places = self._pool.places
         layers = (LayerKVC * len(places))()
         for index, ((paged, place), each) in enumerate(zip(places, traits, strict=True)):

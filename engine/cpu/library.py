@@ -213,17 +213,17 @@ class NoKernels:
 
 
 def find_kernels(folder: Path = FOLDER, variants: Sequence[str] | None = None) -> Kernels | NoKernels:
-    """The first build in the folder that runs here, but for builds that are slower here than the next. With `variants`
-    the first of these. No other is opened."""
+    """The first build in the folder that runs here; those come last that are slower here than the next. With `variants`
+    only these, in this order. No build of another processor is opened."""
     processor = _processor(folder)
     if isinstance(processor, NoKernels):
         return processor
     reasons = []
-    for variant in variants or VARIANTS:
+    if variants is None:
+        variants = sorted(VARIANTS, key=lambda variant: not processor.kedge_processor_gains(variant.encode()))
+    for variant in variants:
         path = _file(folder, variant)
         if not path.is_file() or not processor.kedge_processor_runs(variant.encode()):
-            continue
-        if variants is None and not processor.kedge_processor_gains(variant.encode()):
             continue
         try:
             c = ctypes.CDLL(str(path))

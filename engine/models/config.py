@@ -135,6 +135,8 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
     """`config` is the parsed config.json. Raises UnsupportedModel that names what no native family implements."""
     family = find_family(config)
     context_len = int(config.get("max_position_embeddings") or 2048)
+    rope = parse_rope(config, context_len)
+    context_len = max(context_len, rope.stretched_len)
     _refuse_unknown(config, family)
     num_heads = _size(config, "num_attention_heads")
     num_layers = _size(config, "num_hidden_layers")
@@ -149,8 +151,8 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
         num_heads=num_heads,
         num_kv_heads=int(config.get("num_key_value_heads", family.default_kv_heads) or num_heads),
         head_dim=int(config.get("head_dim") or family.default_head_dim or hidden_size // num_heads),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=parse_rope(config, context_len),
+        rms_norm_eps=positive_number(config, "rms_norm_eps", 1e-6),
+        rope=rope,
         max_context_len=context_len,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=_flag(config, "attention_bias", family, family.qkv_bias),

@@ -9,6 +9,9 @@ from engine.models.errors import ModelNotFound
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
 """Weights only as safetensors: reading other formats can run code."""
 
+IGNORED_FILES = ["*/*"]
+"""Nothing below the top folder is read. GPT-OSS has the same weights there in other forms."""
+
 
 def find_model(path: str, revision: str | None = None) -> Path:
     """A local directory as it is. Anything else is a hub id, fetched into the hub's cache at that commit, tag or branch
@@ -21,7 +24,11 @@ def find_model(path: str, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=HUB_FILES))
+        return Path(
+            snapshot_download(
+                path, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=IGNORED_FILES
+            )
+        )
     except Exception as error:
         at = "" if revision is None else f" at {revision}"
         raise ModelNotFound(f"{path}{at}: not a directory, and not fetched from the hub: {error}") from error

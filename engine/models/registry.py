@@ -61,7 +61,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             window="by layer",
             experts="gpt_oss",
             sinks=True,
-            required=frozenset({"sliding_window", "rope_type", "rope_theta"}),
+            required=frozenset(
+                {"sliding_window", "rope_type", "rope_theta", "rms_norm_eps", "max_position_embeddings"}
+            ),
         ),
     }
 )

@@ -35,6 +35,11 @@ class RopeSpec:
     truncate: bool = True
     attention_factor: float = 1.0
 
+    @property
+    def stretched_len(self) -> int:
+        """Tokens that YaRN stretches the context to; 0 without it."""
+        return int(self.original_context_len * self.factor) if self.type == "yarn" else 0
+
 
 def parse_rope(config: Mapping[str, Any], context_len: int) -> RopeSpec:
     """Raises UnsupportedModel that names the key."""
@@ -47,10 +52,15 @@ def parse_rope(config: Mapping[str, Any], context_len: int) -> RopeSpec:
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise UnsupportedModel(f"partial_rotary_factor {partial} is not implemented")
-    original_len = int(positive_number(parameters, "original_max_position_embeddings", context_len))
+    theta = positive_number(parameters, "rope_theta", positive_number(config, "rope_theta", 10_000.0))
+    if kind == "default":
+        return RopeSpec(theta)
+    original_len = int(positive_number(parameters, "original_max_position_embeddings", context_len, least=1))
     factor = positive_number(parameters, "factor", context_len / original_len if kind == "yarn" else 1.0)
+    if kind == "yarn" and theta <= 1:
+        raise UnsupportedModel(f"config.json: rope_theta must be above 1 for yarn, not {theta:g}")
     return RopeSpec(
-        theta=positive_number(parameters, "rope_theta", positive_number(config, "rope_theta", 10_000.0)),
+        theta=theta,
         type=kind,
         factor=factor,
         low_freq_factor=positive_number(parameters, "low_freq_factor", 1.0),
@@ -64,8 +74,12 @@ def parse_rope(config: Mapping[str, Any], context_len: int) -> RopeSpec:
 
 
 def rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`rope_parameters` (transformers 5), or `rope_scaling` (before), which lacks `rope_theta`."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """`rope_parameters` (transformers 5), or `rope_scaling` (before), which lacks `rope_theta`. Raises
+    UnsupportedModel."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(found, Mapping):
+        raise UnsupportedModel(f"config.json: rope_scaling must be an object, not {found!r}")
+    return found
 
 
 def rotary_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
@@ -82,13 +96,14 @@ def rotary_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
     return frequencies_C
 
 
-def positive_number(values: Mapping[str, Any], key: str, default: float) -> float:
-    """A number of a configuration; null stands for the default. Raises UnsupportedModel."""
+def positive_number(values: Mapping[str, Any], key: str, default: float, least: float = 0.0) -> float:
+    """A number of a configuration, at least so large; null stands for the default. Raises UnsupportedModel."""
     value = values.get(key)
     if value is None:
         return default
-    if type(value) not in (int, float) or not value > 0:
-        raise UnsupportedModel(f"config.json: {key} must be a positive number, not {value!r}")
+    if type(value) not in (int, float) or not (0 < value < math.inf and value >= least):
+        wanted = f"at least {least:g}" if least else "a positive number"
+        raise UnsupportedModel(f"config.json: {key} must be {wanted}, not {value!r}")
     return float(value)
 
 

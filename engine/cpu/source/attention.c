@@ -183,7 +183,7 @@ static void attend_few(const Tile *tile, const Items *items, Heads heads, const 
         few.q[r] = q + (size_t)row * q_stride + (size_t)(head * head_dim);
         few.out[r] = found[r];
         few.most[r] = NOTHING;
-        if (layer->sinks != NULL && tile->part == 0) few.most[r] = layer->sinks[head], few.sum[r] = 1;
+        if (layer->sinks != NULL && tile->part == 0) few.most[r] = fmaxf(layer->sinks[head], NOTHING), few.sum[r] = 1;
         memset(found[r], 0, (size_t)PADDED(head_dim) * sizeof(float));
     }
     Block blocks[2], *block = &blocks[0], *next = &blocks[1];
@@ -281,7 +281,7 @@ static void attend_lanes(const Tile *tile, const Items *items, Heads heads, cons
         int row = item->row + at / group, position = history + at / group;
         const float *from = q + (size_t)row * q_stride + (size_t)(head * head_dim);
         for (int d = 0; d < head_dim; d++) lanes->q[d * LANES + r] = from[d];
-        if (layer->sinks != NULL) highest[r] = layer->sinks[head];
+        if (layer->sinks != NULL) highest[r] = fmaxf(layer->sinks[head], NOTHING);
         rows_out[r] = out + (size_t)row * out_stride + (size_t)(head * head_dim);
         first_keys[r] = first_key(layer->window, position);
         last_keys[r] = position;

@@ -51,8 +51,8 @@ typedef struct {
 INLINE Floats gated(const Matrix *matrix, Floats gate, Floats up) {
     float limit = matrix->limit;
     if (limit == 0) return silu_mul(gate, up);
-    gate = smaller(gate, every(limit));
-    up = larger(smaller(up, every(limit)), every(-limit));
+    gate = smaller(every(limit), gate); /* NaN stays */
+    up = larger(every(-limit), smaller(every(limit), up));
     return gate / (1.0f + exponential(gate * -matrix->alpha)) * (up + 1.0f);
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -75,6 +77,25 @@ def decoded(
     kv_N2KD = torch.randn(sum(NEW), 2, layout.num_kv_heads, layout.head_dim, generator=random)
     lengths = [history + new for history, new in zip(HISTORY, NEW, strict=True)]
     return backend.begin(*planned(NEW, lengths))(0, q_NHD, kv_N2KD, traits)
+
+
+@pytest.mark.parametrize("most_queries", [1, 9, LONGEST], ids=["decode", "verify", "extend"])
+@every_build
+def test_a_sink_of_nothing_is_none(variant: str, most_queries: int) -> None:
+    kernels = kernels_of(variant)
+
+    class Sunk(Scene):
+        def traits(self, kind: str) -> list[LayerTraits]:
+            sinks_H = torch.full((self.heads,), -torch.inf) if kind == "nothing" else None
+            return [replace(each, sinks_H=sinks_H) for each in super().traits("plain")]
+
+    for seed in range(6):
+        outputs = (
+            Sunk(seed, 16, False, most_queries).run(lambda pool: CpuAttention(pool, kernels), kind)
+            for kind in ("plain", "nothing")
+        )
+        for one, other in zip(*outputs, strict=True):
+            torch.testing.assert_close(other, one, atol=1e-6, rtol=1e-6, msg=f"seed {seed}")
 
 
 @pytest.mark.parametrize("dim", [8, 20, 64, 80, 128])

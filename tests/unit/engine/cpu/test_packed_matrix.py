@@ -39,6 +39,7 @@ def test_equals_the_reference(variant: str, values: torch.dtype, biased: bool, t
             gate_NO, up_NO = expected_NO.chunk(2, -1)
             torch.testing.assert_close(gated(x_NI), silu(gate_NO) * up_NO, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(clamped(x_NI), clamp(expected_NO), atol=1e-5, rtol=1e-5)
+        assert clamped(torch.full((7, shape[1]), torch.nan)).isnan().all(), "the clamp hides nothing"
 
 
 @pytest.mark.parametrize("values", DTYPES, ids=str)

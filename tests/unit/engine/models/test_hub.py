@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import huggingface_hub
 import huggingface_hub.constants
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from engine.models.errors import ModelNotFound
 from engine.models.hub import find_model
@@ -39,6 +41,22 @@ def test_a_revision_that_is_not_there_is_named(cache: Path) -> None:
     with pytest.raises(ModelNotFound, match="org/name at v3: not a directory"):
         find_model("org/name", "v3")
     assert cache.is_dir()
+
+
+def test_files_below_the_top_folder_are_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-OSS's repository has the same weights once more in a folder."""
+    files = ["config.json", "model-1.safetensors", "tokenizer.json", "chat_template.jinja", "README.md"]
+    below = ["original/model.safetensors", "original/config.json", "metal/model.bin"]
+    fetched: list[str] = []
+
+    def download(_: str, *, revision: None, **patterns: list[str]) -> str:
+        assert revision is None
+        fetched.extend(filter_repo_objects(files + below, **patterns))
+        return "there"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert find_model("org/name") == Path("there")
+    assert fetched == files[:-1]
 
 
 def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:

@@ -98,9 +98,18 @@ GPT_OSS = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "sliding_window": 8,
+    "rms_norm_eps": 1e-5,
     "rope_theta": 150_000,
     "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 8},
 }
+
+
+def test_yarn_stretches_the_context() -> None:
+    """As Qwen's model cards say how to turn it on: max_position_embeddings stays that of the training."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    assert parse_spec(config(rope_scaling=yarn)).max_context_len == 1024
+    assert parse_spec(config(rope_scaling=yarn, max_position_embeddings=2048)).max_context_len == 2048
+    assert parse_spec(config(rope_scaling=yarn | {"rope_type": "linear"})).max_context_len == 256
 
 
 def test_gpt_oss() -> None:
@@ -125,7 +134,8 @@ def test_gpt_oss() -> None:
     [
         ({"rope_scaling": None}, "gpt_oss lacks rope_type"),
         ({"rope_theta": ...}, "gpt_oss lacks rope_theta"),
-        ({"sliding_window": ...}, "gpt_oss lacks sliding_window"),
+        ({"sliding_window": ..., "rms_norm_eps": ...}, "gpt_oss lacks rms_norm_eps, sliding_window"),
+        ({"max_position_embeddings": ...}, "gpt_oss lacks max_position_embeddings"),
         ({"swiglu_limit": 0}, "swiglu_limit must be a positive number, not 0"),
         ({"swiglu_alpha": "1"}, "swiglu_alpha must be"),
         ({"num_experts_per_tok": None}, "num_experts_per_tok must be"),

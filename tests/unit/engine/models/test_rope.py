@@ -10,7 +10,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.models.errors import UnsupportedModel
-from engine.models.rope import parse_rope, rotary_frequencies
+from engine.models.rope import RopeSpec, parse_rope, rotary_frequencies
 
 YARN = {
     "rope_type": "yarn",
@@ -45,6 +45,11 @@ def test_yarn_is_read_as_transformers_reads_it(changes: dict[str, Any], head_dim
     assert spec.attention_factor == attention_factor
 
 
+def test_without_scaling_its_keys_are_not_read() -> None:
+    unused = {"rope_type": "default", "factor": 0, "beta_fast": "x"}
+    assert parse_rope({"rope_theta": 5.0, "rope_scaling": unused}, 256) == RopeSpec(5.0)
+
+
 def test_both_writings_of_yarn_are_one() -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
     old = parse_rope({"rope_theta": 1e6, "rope_scaling": scaling}, 131_072)
@@ -58,12 +63,17 @@ def test_both_writings_of_yarn_are_one() -> None:
         ({"rope_type": "longrope"}, "longrope"),
         ({"rope_type": "yarn", "factor": "4"}, "factor must be a positive number, not '4'"),
         ({"rope_type": "yarn", "factor": True}, "factor must be"),
+        ({"rope_type": "yarn", "factor": float("inf")}, "factor must be"),
+        ({"rope_type": "yarn", "rope_theta": 1}, "rope_theta must be above 1 for yarn, not 1"),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 0.5}, "must be at least 1, not 0.5"),
+        ("yarn", "rope_scaling must be an object, not 'yarn'"),
+        ([{"rope_type": "yarn"}], "rope_scaling must be an object"),
         ({"rope_type": "yarn", "beta_fast": 0}, "beta_fast must be"),
         ({"rope_type": "llama3", "low_freq_factor": []}, "low_freq_factor must be"),
         ({"rope_theta": float("nan")}, "rope_theta must be"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )
-def test_refusals_name_the_key(parameters: dict[str, Any], message: str) -> None:
+def test_refusals_name_the_key(parameters: Any, message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         parse_rope({"rope_parameters": parameters}, 256)
