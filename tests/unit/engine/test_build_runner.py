@@ -91,7 +91,8 @@ def test_what_a_page_s_bytes_depend_on_is_in_its_identity(loaded: LoadedModel) -
         pool = make_kv_pool(loaded.layout, cache, loaded.dtype, loaded.device)
         identities.append(kv_identity(replace(loaded, deterministic=build), pool, None))
     identities.append(kv_identity(replace(loaded, keeps_quantized=True), pool, None))
-    assert len(set(identities)) == len(variants) + 4
+    identities.append(kv_identity(replace(loaded, native=False), pool, None))
+    assert len(set(identities)) == len(variants) + 5
     again = build_runner(loaded, CacheSettings(4, 9))
     assert again.facts.identity == identities[0], "the pool's size is of no matter"
     assert identities[0].weights == loaded.fingerprint == again.describe()["model_fingerprint"]
