@@ -49,6 +49,12 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": CONTEXT // 4,
+}
 SMALL_HEADS = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 WIDE_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 72}
 
@@ -74,6 +80,7 @@ if DEVICE.type == "cpu":
             num_local_experts=5,
             num_experts_per_tok=2,
             sliding_window=29,
+            rope_parameters=YARN,
         ),
         "float32",
     )

@@ -78,7 +78,12 @@ ON_A_CPU: dict[str, Callable[[], Any]] = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=32, norm_topk_prob=True),
     "qwen3_moe-mixed": lambda: transformers.Qwen3MoeConfig(**SMALL, **EXPERTS, mlp_only_layers=[0]),
     "gpt_oss": lambda: transformers.GptOssConfig(
-        **SMALL, head_dim=16, num_local_experts=5, num_experts_per_tok=2, sliding_window=20
+        **SMALL,
+        head_dim=16,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        sliding_window=20,
+        rope_parameters=YARN,
     ),
     "gpt_oss-cap": lambda: transformers.GptOssConfig(
         **SMALL,
