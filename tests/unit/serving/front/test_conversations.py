@@ -76,10 +76,10 @@ def test_a_key_only_says_where_a_new_conversation_goes() -> None:
 def test_plain_text_goes_where_its_beginning_was(kind: str) -> None:
     """The requests of a conversation in plain text used to go to any of the replicas."""
 
-    def asked(length: int, begins: int = 0, **fields: str) -> TurnCall:
+    def asked(length: int, begins: int = 0, **fields: Any) -> TurnCall:
         ids = [begins, *range(1, length)]
         prompt = TokenPrompt(tuple(ids)) if kind == "tokens" else TextPrompt("".join(map("{:4}".format, ids)))
-        return TurnCall("r", prompt, SamplingParams(), **fields)  # type: ignore[arg-type]
+        return TurnCall("r", prompt, SamplingParams(), **fields)
 
     front_end, other = Conversations(100, shared=True), Conversations(100, shared=True)
     assert front_end.affinity(asked(20)) == (None, None, False), "too short to tell"

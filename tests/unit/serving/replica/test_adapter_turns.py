@@ -12,6 +12,7 @@ from transformers.utils import chat_template_utils
 
 from controllers.records import ForkOrder
 from engine.api import SamplingParams
+from engine.engine import LocalEngine
 from serving.front.conversations import Conversations
 from serving.text.text import TextProcessor
 from serving.wire.turns import ChatPrompt, HistoryMode, ResumedTurn, SessionTurn, TurnCall, TurnEvent
@@ -104,7 +105,8 @@ async def test_a_turn_that_was_committed_is_answered_where_its_adapter_is_not(
     turn = call([7], "s", key="k", adapter="a")
     first = await rig.run(turn, epoch)
     async with running_rig(tmp_path, controller=rig.controller, replica_id="b") as heir:
-        heir.engine._facts = dataclasses.replace(heir.engine._facts, adapters={})  # type: ignore[attr-defined]
+        assert isinstance(heir.engine, LocalEngine)
+        heir.engine._facts = dataclasses.replace(heir.engine._facts, adapters={})
         cluster = rig.controller.cluster
         cluster.report_unreachable(rig.replica_id, True)
         cluster.register_replica(heir.host.status())
