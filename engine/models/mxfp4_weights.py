@@ -45,9 +45,7 @@ class Mxfp4Format:
 
     def multiplied(self, stored: Mapping[str, Tensor], experts: int, inputs: int, outputs: int) -> Tensor:
         """The weights [X, I, O] in float32."""
-        whole = self.kept(stored, experts, inputs, outputs)
-        each = (whole.rows(x * outputs, (x + 1) * outputs) for x in range(experts))
-        return torch.stack([matrix.multiplied(torch.float32).t() for matrix in each])
+        return by_expert(self.kept(stored, experts, inputs, outputs).multiplied(torch.float32), experts)
 
     def kept(self, stored: Mapping[str, Tensor], experts: int, inputs: int, outputs: int) -> QuantizedMatrix:
         """The same as they are stored: the outputs of all experts, one expert after another, [X * O, I]."""
@@ -56,6 +54,11 @@ class Mxfp4Format:
         exponents_OB = stored["_scales"].view(rows, -1).int() - EXPONENT_BIAS
         ones_OB = torch.ones_like(exponents_OB, dtype=torch.float32)
         return QuantizedMatrix(values_OI, torch.ldexp(ones_OB, exponents_OB), BLOCK)
+
+
+def by_expert(weight_OI: Tensor, experts: int) -> Tensor:
+    """The outputs of all experts, one expert after another, as a plain checkpoint has them: [X, I, O]."""
+    return weight_OI.unflatten(0, (experts, -1)).transpose(1, 2)
 
 
 def parse_mxfp4(config: Mapping[str, Any]) -> Mxfp4Format | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.models.config import ExpertsSpec, ModelSpec, read_json
 from engine.models.errors import BadCheckpoint, ModelNotFound
 from engine.models.fp8_weights import SCALES, STORED, UNREAD
-from engine.models.mxfp4_weights import Mxfp4Format
+from engine.models.mxfp4_weights import Mxfp4Format, by_expert
 from engine.models.packed_weights import PackedFormat
 from engine.models.quantized_matrix import QuantizedMatrix
 from engine.models.shares import Shares
@@ -296,9 +296,8 @@ class DummyWeights:
     def take(self, name: str) -> Tensor:
         matrix, part = self._make_quantized(name), self._shares.part(name)
         whole = self._make(name) if matrix is None else matrix.multiplied(self._dtype)
-        if whole.shape != self._shapes[name]:  # the outputs of experts, one expert after another
-            experts, inputs, outputs = self._shapes[name]
-            whole = whole.view(experts, outputs, inputs).transpose(1, 2)
+        if matrix is not None and isinstance(self._packed, Mxfp4Format):
+            whole = by_expert(whole, self._shapes[name][0])
         if part is None:
             return whole.to(self._dtype)
         return part.of(whole).to(self._dtype, copy=True, memory_format=torch.contiguous_format)

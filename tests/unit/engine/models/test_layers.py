@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from engine.models.layers import RmsNorm, RotaryTable, interleave_rotary, rotate_
-from engine.models.rope import RopeSpec, rotary_frequencies
+from engine.models.rope import RopeSpec, RopeType, rotary_frequencies
 
 CPU = torch.device("cpu")
 
@@ -39,8 +39,8 @@ def rotate_halves(x_NHD: Tensor, positions_N: Tensor, spec: RopeSpec) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
-def test_rotation_of_interleaved_pairs(kind: str, dtype: torch.dtype) -> None:
-    spec = RopeSpec(10_000.0, kind, 4.0, 1.0, 4.0, 32, attention_factor=1.2)  # type: ignore[arg-type]
+def test_rotation_of_interleaved_pairs(kind: RopeType, dtype: torch.dtype) -> None:
+    spec = RopeSpec(10_000.0, kind, 4.0, 1.0, 4.0, 32, attention_factor=1.2)
     x_NHD, positions_N = torch.randn(6, 3, 16), torch.tensor([0, 1, 5, 40, 99, 127])
     expected = rotate_halves(x_NHD, positions_N, spec)
 
