@@ -58,7 +58,7 @@ class Mxfp4Format:
 
 def by_expert(weight_OI: Tensor, experts: int) -> Tensor:
     """The outputs of all experts, one expert after another, as a plain checkpoint has them: [X, I, O]."""
-    return weight_OI.unflatten(0, (experts, -1)).transpose(1, 2)
+    return weight_OI.view(experts, -1, weight_OI.shape[1]).transpose(1, 2)
 
 
 def parse_mxfp4(config: Mapping[str, Any]) -> Mxfp4Format | None:
