@@ -30,7 +30,7 @@ from engine.build_runner import build_runner
 from engine.models.adapters import CONFIG_FILE, WEIGHTS_FILE
 from engine.models.config import ModelSpec, parse_spec, read_config
 from engine.models.loader import load_model
-from engine.models.weights import tensor_shapes
+from engine.models.tensor_shapes import tensor_shapes
 from engine.runner.torch_runner import TorchRunner
 from engine.settings import AdapterSettings, CacheSettings, ModelSettings
 
@@ -144,7 +144,7 @@ def main() -> None:
         )
         runner = build_runner(load_model(settings), CacheSettings(PAGE_SIZE, 1024))
     assert isinstance(runner, TorchRunner)
-    runner._pool.full.kv_L2KSD.zero_()
+    runner._pool.full.kv_LJKSD.zero_()
     others = OtherProcesses()
     rows = measure(runner, [each.name for each in adapters], args)
     weights = sum(int(np.prod(shape)) for name, shape in tensor_shapes(spec).items() if "embed" not in name)

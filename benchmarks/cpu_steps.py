@@ -35,7 +35,7 @@ from engine.cpu.library import NoKernels, find_kernels
 from engine.models.config import parse_spec
 from engine.models.linear import linear_factory
 from engine.models.loader import LoadedModel, load_model
-from engine.models.weights import tensor_shapes
+from engine.models.tensor_shapes import tensor_shapes
 from engine.runner.torch_runner import TorchRunner
 from engine.settings import CacheSettings, ExecutionSettings, ModelSettings
 
@@ -103,7 +103,7 @@ def runner_of(loaded: LoadedModel, way: str, num_pages: int = NUM_PAGES) -> Torc
     execution = ExecutionSettings(attention="torch" if way == "torch" else "cpu")
     runner = build_runner(loaded, CacheSettings(PAGE_SIZE, num_pages), execution=execution)
     assert isinstance(runner, TorchRunner)
-    runner._pool.full.kv_L2KSD.zero_()
+    runner._pool.full.kv_LJKSD.zero_()
     return runner
 
 

@@ -122,7 +122,7 @@ def make_runner(settings: EngineSettings) -> TorchRunner:
     runner = build_runner(load_model(settings.model), settings.cache)
     for paged in (runner._pool.full, runner._pool.window):
         if paged is not None:
-            paged.kv_L2KSD.zero_()
+            paged.kv_LJKSD.zero_()
     return runner
 
 

@@ -30,7 +30,6 @@ from engine.settings import CacheSettings, ModelSettings
 
 PAGE_SIZE = 16
 PROMPT_TOKENS = 512
-CONTEXT_TOKENS = 256
 GREEDY = SampleSpec(SamplingParams(temperature=0.0))
 
 
@@ -52,6 +51,7 @@ def main() -> None:
     parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--context", type=int, default=256, help="tokens before a step of streams")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path)
@@ -62,16 +62,16 @@ def main() -> None:
         ModelSettings(args.model, load_format=args.load_format, dtype=args.dtype, num_threads=args.threads)
     )
     load_s = time.perf_counter() - started_s
-    num_pages = max(PROMPT_TOKENS, max(args.streams) * (CONTEXT_TOKENS + PAGE_SIZE)) // PAGE_SIZE
+    num_pages = max(PROMPT_TOKENS, max(args.streams) * (args.context + PAGE_SIZE)) // PAGE_SIZE
     runner = build_runner(loaded, CacheSettings(PAGE_SIZE, num_pages, window_ratio=1.0))
     for paged in (runner._pool.full, runner._pool.window):
         if paged is not None:
-            paged.kv_L2KSD.zero_()
+            paged.kv_LJKSD.zero_()
     random = np.random.default_rng(1)
     prompt = random.integers(3, runner.facts.vocab_size, PROMPT_TOKENS).tolist()
     rows: list[dict[str, Any]] = []
     for streams in args.streams:
-        step = step_of(runner, [[token] for token in prompt[:streams]], CONTEXT_TOKENS)
+        step = step_of(runner, [[token] for token in prompt[:streams]], args.context)
         rows.append({"streams": streams, **as_json(time_calls(step, args.rounds, warmup=2))})
     rows.append(
         {"prompt_tokens": PROMPT_TOKENS, **as_json(time_calls(step_of(runner, [prompt], 0), 3, warmup=1))}
@@ -86,11 +86,13 @@ def main() -> None:
         "load_s": load_s,
         "held_gb": held_gb,
         "peak_gb": peak_gb,
+        "kv_bytes_each": runner.facts.page_size_bytes // PAGE_SIZE,
         "steps": rows,
         "other_processes_cores": others.cores(),
     }
     console = Console(width=110)
     console.print(f"{loaded.about}: load {load_s:.1f} s, {held_gb:.2f} GB held, {peak_gb:.2f} GB at most")
+    console.print(f"{result['kv_bytes_each']} bytes of KV for a token")
     for row in rows:
         told = f"{row['streams']} streams" if "streams" in row else f"prompt of {row['prompt_tokens']} tokens"
         console.print(f"{told}: {row['median_s'] * 1e3:.1f} ms a step, best {row['best_s'] * 1e3:.1f}")

@@ -29,7 +29,7 @@ from torch import Tensor
 from engine.models.config import parse_spec
 from engine.models.half_linear import ThreadedHalfLinear, halve_exactly
 from engine.models.linear import Linear, OneDnnLinear, PlainLinear, SlicedLinear
-from engine.models.weights import tensor_shapes
+from engine.models.tensor_shapes import tensor_shapes
 from engine.settings import CacheSettings, DTypeName, EngineSettings, ModelSettings
 
 MODEL: dict[str, Any] = {

@@ -238,7 +238,7 @@ def kv_identity(loaded: LoadedModel, pool: KVPool, draft: LoadedModel | None) ->
         "native": loaded.native,
         "weights": dtype_name(loaded.weights_dtype),
         "activations": dtype_name(loaded.dtype),
-        "kv": dtype_name(pool.full.kv_L2KSD.dtype),
+        "kv": dtype_name(pool.full.kv_LJKSD.dtype),
         "layout": asdict(loaded.layout),
         "deterministic": loaded.deterministic,
         "draft": None

@@ -149,10 +149,10 @@ class Scene:
         """One item's keys and values [T, 2, K, D], float64."""
         slots = torch.from_numpy(self._slots(b)[: self.case.kv_lens[b]]).to(self.stage.device)
         paged, place = self.pool.places[layer]
-        kv_2KSD = paged.kv_L2KSD[place]
+        kv_2KSD = paged.kv_LJKSD[place]
         picked = kv_2KSD.view(torch.uint8)[:, :, slots].view(kv_2KSD.dtype).double()  # no indexing of fp8
-        if paged.scales_L2KS is not None:
-            picked *= paged.scales_L2KS[place][:, :, slots, None]
+        if paged.scales_LJKS is not None:
+            picked *= paged.scales_LJKS[place][:, :, slots, None]
         return picked.permute(2, 0, 1, 3)
 
     def _slots(self, b: int) -> np.ndarray:
@@ -180,9 +180,9 @@ def _padded(tables: AttentionTables, spare: int) -> AttentionTables:
 def fill_pool(pool: KVPool, generator: torch.Generator) -> None:
     """Fills the pool with random contents, part by part; fp8 with random scales."""
     paged = pool.full
-    for part in paged.kv_L2KSD.flatten(0, 1):
+    for part in paged.kv_LJKSD.flatten(0, 1):
         shape = part.shape
         drawn = torch.randn(shape, device=part.device, generator=generator, dtype=torch.bfloat16)
         part.copy_((drawn * 64).to(FP8) if part.dtype == FP8 else drawn)
-    if paged.scales_L2KS is not None:
-        paged.scales_L2KS.uniform_(0.5 / 64, 1.5 / 64, generator=generator)
+    if paged.scales_LJKS is not None:
+        paged.scales_LJKS.uniform_(0.5 / 64, 1.5 / 64, generator=generator)

@@ -21,7 +21,8 @@ from engine.engine import LocalEngine
 from engine.kernels.choose import choose_ops
 from engine.models.config import parse_spec, read_config
 from engine.models.loader import LoadedModel, load_model
-from engine.models.weights import DummyWeights, tensor_shapes
+from engine.models.tensor_shapes import tensor_shapes
+from engine.models.weights import DummyWeights
 from engine.settings import (
     CacheSettings,
     DeviceName,

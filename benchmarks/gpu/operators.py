@@ -166,7 +166,7 @@ def rotate_write(stage: Stage, sizes: Sizes, rows: int) -> Operator:
         return sets[index]
 
     def check() -> float:
-        scene.pool.full.kv_L2KSD.fill_(torch.nan)
+        scene.pool.full.kv_LJKSD.fill_(torch.nan)
         qkv_NAD = _draw(stage, shape, 12)
         wide_NAD = qkv_NAD.float()
         theirs(wide_NAD[:, : sizes.heads], rotations_N1C)
@@ -185,8 +185,8 @@ def kv_write(stage: Stage, sizes: Sizes, rows: int) -> Operator:
     heads = Heads(4, 2, sizes.dim) if stage.dry else Heads()
     scene = Scene(stage, decode_like(rows, heads))
     step = TritonStep(TritonAttention(scene.pool), scene.tables)
-    kv_N2KD = scene.kv_LN2KD[0]
-    pool_L2KSD = scene.pool.full.kv_L2KSD
+    kv_NJKD = scene.kv_LN2KD[0]
+    pool_L2KSD = scene.pool.full.kv_LJKSD
 
     def call(index: int) -> Tensor:
         target = step.target(index)
@@ -196,9 +196,9 @@ def kv_write(stage: Stage, sizes: Sizes, rows: int) -> Operator:
     def check() -> float:
         pool_L2KSD.fill_(torch.nan)
         call(0)
-        return _error(scene.pool.layer(0)[scene.tables.slots_PN[0]], kv_N2KD)
+        return _error(scene.pool.layer(0)[scene.tables.slots_PN[0]], kv_NJKD)
 
-    return Operator(f"kv_write, {rows} rows", call, len(scene.kv_LN2KD), 2 * kv_N2KD.numel() * 2, check)
+    return Operator(f"kv_write, {rows} rows", call, len(scene.kv_LN2KD), 2 * kv_NJKD.numel() * 2, check)
 
 
 MAKERS = (norm, rotation, rotate_write, silu, kv_write)

@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from benchmarks.gpu.engines import Bench
 from benchmarks.gpu.turns import Event, Plan
-from engine.models.weights import tensor_shapes
+from engine.models.tensor_shapes import tensor_shapes
 
 FLASH_NAME = "paged|torch_flash"
 PAGE_TOKENS = 64

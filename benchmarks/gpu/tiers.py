@@ -61,7 +61,7 @@ class Rig:
         dtype = torch.bfloat16
         self.pool: KVPool = make_kv_pool(layout, settings, dtype, stage.device)
         fill_pool(self.pool, stage.generator(5))
-        self.num_bytes = self.pool.full.kv_L2KSD.nbytes // 2
+        self.num_bytes = self.pool.full.kv_LJKSD.nbytes // 2
         blocks = HostBlocks(self.num_bytes + 2**26 if not stage.dry else 0, stage.device)
         self.copies = HostCopies.of(self.pool, blocks=blocks)
         order = np.random.default_rng(3).permutation(2 * session.pages).astype(np.int32)
@@ -75,7 +75,7 @@ class Rig:
 
     def is_right(self) -> bool:
         """Whether the pages that were loaded have what the saved ones have."""
-        pool = self.pool.full.kv_L2KSD.unflatten(3, (-1, PAGE_SIZE))
+        pool = self.pool.full.kv_LJKSD.unflatten(3, (-1, PAGE_SIZE))
         there, here = (
             torch.from_numpy(pages.full.astype(np.int64)).to(pool.device)
             for pages in (self.source, self.target)

@@ -76,14 +76,14 @@ class _Sequence:
     def __init__(self, pool: KVPool, queries: Queries, tokens: int) -> None:
         self._tokens = tokens
         self._pool = trial_pool(pool, tokens)
-        kv = self._pool.full.kv_L2KSD
+        kv = self._pool.full.kv_LJKSD
         kv_heads, dim = kv.shape[2], kv.shape[4]
         self._pages = np.random.default_rng(1).permutation(self._pool.num_pages).astype(np.int32)
         generator = torch.Generator(kv.device).manual_seed(1)
         shape = tokens, (queries.group + 2) * kv_heads, dim
         rows_NHD = torch.randn(shape, generator=generator, device=kv.device).to(queries.dtype)
         self._q_NHD, kv_NHD = rows_NHD.tensor_split((queries.group * kv_heads,), 1)
-        self._kv_N2KD = kv_NHD.view(tokens, 2, kv_heads, dim)
+        self._kv_NJKD = kv_NHD.view(tokens, 2, kv_heads, dim)
 
     def check(
         self,
@@ -115,7 +115,7 @@ class _Sequence:
         slots = torch.from_numpy(np.concatenate([slots_N[new] for new in news])).to(device)
         step = attention.plan(tables_of(made, [slots], device))
         q_NHD = torch.cat([self._q_NHD[new] for new in news])
-        kv_N2KD = torch.cat([self._kv_N2KD[new] for new in news])
-        out_NA = step(0, q_NHD, kv_N2KD, traits)
+        kv_NJKD = torch.cat([self._kv_NJKD[new] for new in news])
+        out_NA = step(0, q_NHD, kv_NJKD, traits)
         bounds = np.cumsum([0, *(new for new, _ in items)]).tolist()
         return [out_NA[begin:end] for begin, end in pairwise(bounds)]

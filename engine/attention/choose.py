@@ -84,6 +84,8 @@ def _choice(name: str, reason: str, place: _Place) -> AttentionChoice:
         raise AttentionUnavailable(
             name, "its sums depend on what else a step holds (execution.deterministic)"
         )
+    if place.pool.layout.latent_dim is not None and name != "torch":
+        raise AttentionUnavailable(name, "it has no latents")
     if name == "triton":
         tables, prompts = _triton(place)
         reason += f"; {prompts}" if prompts else ""

@@ -1,6 +1,7 @@
 """Attention with the compiled CPU kernels: all items at once, keys and values read in place page by page.
 
-Legend: P pools, N tokens of the step, B items, H query heads, K key/value heads, D head size.
+Legend: P pools, N tokens of the step, B items, H query heads, J vectors of a head (kv_pool.py), K key/value heads, D
+head size.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class CpuAttention:
     name = "cpu"
 
     def __init__(self, pool: KVPool, kernels: Kernels, *, deterministic: bool = False) -> None:
-        dtype, head_dim = pool.full.kv_L2KSD.dtype, pool.full.kv_L2KSD.shape[-1]
+        dtype, head_dim = pool.full.kv_LJKSD.dtype, pool.full.kv_LJKSD.shape[-1]
         if dtype != torch.float32 or head_dim > LARGEST_HEAD:
             raise AttentionUnavailable(self.name, f"no kernels for heads of {head_dim} in {dtype}")
         self.deterministic = deterministic
@@ -57,18 +58,20 @@ class CpuAttention:
             layers[index] = self._layer(paged, place, each.window, each.sinks_H)
         return layers
 
-    def attend(self, step: ItemsC, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
+    def attend(self, step: ItemsC, layer: int, q_NHD: Tensor, kv_NJKD: Tensor, traits: LayerTraits) -> Tensor:
         rows, heads, dim = q_NHD.shape
         q_NHD = q_NHD.mul(traits.scale).contiguous()
-        kv_N2KD = kv_N2KD.contiguous()
+        kv_NJKD = kv_NJKD.contiguous()
         sinks_H = None if traits.sinks_H is None else traits.sinks_H.float().contiguous()
-        out_NA = torch.empty(rows, heads * dim)
+        value_dim = self._pool.layout.value_dim
+        out_NA = torch.empty(rows, heads * value_dim)
         layer_kv = self._layer(*self._pool.places[layer], traits.window, sinks_H)
         if self._workers is None:  # made late: models that run whole steps at once have their own threads
             self._workers = Workers(self._kernels, torch.get_num_threads())
+        heads_c = HeadsC(heads, kv_NJKD.shape[2], dim, value_dim)
         outcome = self._kernels.c.kedge_attention_layer(
-            self._handle, self._workers.team, byref(step), byref(HeadsC(heads, kv_N2KD.shape[2], dim)), byref(layer_kv),
-            q_NHD.data_ptr(), kv_N2KD.data_ptr(), out_NA.data_ptr(),
+            self._handle, self._workers.team, byref(step), byref(heads_c), byref(layer_kv),
+            q_NHD.data_ptr(), kv_NJKD.data_ptr(), out_NA.data_ptr(),
         )  # fmt: skip
         check(outcome, f"attention over {rows} rows")
         return out_NA
@@ -82,7 +85,8 @@ class CpuAttention:
 
     def _layer(self, paged: PagedKV, place: int, window: int | None, sinks_H: Tensor | None) -> LayerKVC:
         assert sinks_H is None or (sinks_H.dtype == torch.float32 and sinks_H.is_contiguous())
-        keys_KSD, values_KSD = paged.kv_L2KSD[place].unbind(0)
+        kv_JKSD = paged.kv_LJKSD[place]
+        keys_KSD, values_KSD = kv_JKSD[0], kv_JKSD[-1]
         in_window_pool = paged is self._pool.window
         return LayerKVC(
             keys_KSD.data_ptr(), values_KSD.data_ptr(), None if sinks_H is None else sinks_H.data_ptr(),
@@ -113,12 +117,12 @@ class CpuAttentionStep:
             c_void_p(addressof(self._array)), len(items), row, backend.page_size, backend.deterministic
         )
 
-    def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
+    def __call__(self, layer: int, q_NHD: Tensor, kv_NJKD: Tensor, traits: LayerTraits) -> Tensor:
         if traits.softcap is None:
-            return self.backend.attend(self.items_c, layer, q_NHD, kv_N2KD, traits)
+            return self.backend.attend(self.items_c, layer, q_NHD, kv_NJKD, traits)
         if self._fallback is None:
             self._fallback = self.backend.fall_back(self._items, self._slots_PN)
-        return self._fallback(layer, q_NHD, kv_N2KD, traits)
+        return self._fallback(layer, q_NHD, kv_NJKD, traits)
 
 
 def _address(pages: NDArray[np.int32]) -> tuple[int, int]:

@@ -95,17 +95,17 @@ class DensePrompts:
         workspace_tokens: int = WORKSPACE_TOKENS,
         least_rows: int = LEAST_ROWS,
     ) -> None:
-        kv_L2KSD = pool.full.kv_L2KSD
-        _, _, kv_heads, _, dim = kv_L2KSD.shape
-        if kv_L2KSD.dtype not in (torch.bfloat16, FP8):
-            raise AttentionUnavailable("flash prompts", f"it multiplies bfloat16, the KV is {kv_L2KSD.dtype}")
+        kv_LJKSD = pool.full.kv_LJKSD
+        _, _, kv_heads, _, dim = kv_LJKSD.shape
+        if kv_LJKSD.dtype not in (torch.bfloat16, FP8):
+            raise AttentionUnavailable("flash prompts", f"it multiplies bfloat16, the KV is {kv_LJKSD.dtype}")
         self.source = flash.source
         self._call = flash.call
         self._page_size = pool.page_size
         self._tokens = workspace_tokens
         self._least_rows = least_rows
         self._dense_2KTD = torch.empty(
-            (2, kv_heads, workspace_tokens, dim), dtype=torch.bfloat16, device=kv_L2KSD.device
+            (2, kv_heads, workspace_tokens, dim), dtype=torch.bfloat16, device=kv_LJKSD.device
         )
 
     def takes(self, q_NHD: Tensor, traits: LayerTraits) -> bool:
@@ -174,7 +174,7 @@ class DensePrompts:
         return out
 
     def _gather(self, planned: DenseRun, paged: PagedKV, place: int, pages_BM: Tensor) -> None:
-        kv_2KSD, scales = paged.kv_L2KSD[place], paged.scales_L2KS
+        kv_2KSD, scales = paged.kv_LJKSD[place], paged.scales_LJKS
         _, kv_heads, _, dim = kv_2KSD.shape
         block_d = triton.next_power_of_2(dim)
         block_t = max(16, BLOCK_ELEMENTS // block_d)

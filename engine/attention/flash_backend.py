@@ -86,7 +86,7 @@ def read_function(
 
 
 class KVWriter(Protocol):
-    def __call__(self, paged: PagedKV, place: int, kv_N2KD: Tensor, slots_N: Tensor, /) -> None:
+    def __call__(self, paged: PagedKV, place: int, kv_NJKD: Tensor, slots_N: Tensor, /) -> None:
         """Writes row n to slot `slots_N[n]` of the pool's layer `place`, or nowhere if that is negative."""
 
 
@@ -103,7 +103,7 @@ class FlashAttention:
     def __init__(
         self, pool: KVPool, flash: FlashFunction, sinks: int = 0, write: KVWriter | None = None
     ) -> None:
-        kv, size = pool.full.kv_L2KSD, pool.page_size
+        kv, size = pool.full.kv_LJKSD, pool.page_size
         dim = kv.shape[-1]
         if kv.dtype not in (torch.float16, torch.bfloat16):
             raise AttentionUnavailable(self.name, f"it takes float16 and bfloat16, the KV is {kv.dtype}")
@@ -124,7 +124,7 @@ class FlashAttention:
         self._write = write
         for paged in (pool.full, pool.window):
             if paged is not None:
-                paged.kv_L2KSD.zero_()
+                paged.kv_LJKSD.zero_()
         self._layers = [_LayerKV.of(paged, place, int(paged is pool.window)) for paged, place in pool.places]
 
     def captures(self, max_query_len: int) -> bool:  # noqa: ARG002
@@ -147,9 +147,9 @@ class _LayerKV:
 
     @staticmethod
     def of(paged: PagedKV, place: int, row: int) -> _LayerKV:
-        _, kv_heads, _, dim = paged.kv_L2KSD[place].shape
+        _, kv_heads, _, dim = paged.kv_LJKSD[place].shape
         shape = (kv_heads, paged.num_pages, paged.page_size, dim)
-        k_PpKD, v_PpKD = (part_KSD.view(shape).permute(1, 2, 0, 3) for part_KSD in paged.kv_L2KSD[place])
+        k_PpKD, v_PpKD = (part_KSD.view(shape).permute(1, 2, 0, 3) for part_KSD in paged.kv_LJKSD[place])
         return _LayerKV(row, paged, place, k_PpKD, v_PpKD)
 
 
@@ -169,10 +169,10 @@ class _Writes:
         rows_N = torch.where(live_N, torch.arange(len(slots_N), device=slots_N.device), first_1)
         return _Writes(slots_N[rows_N].clamp_min(0), rows_N, live_N.any())
 
-    def write(self, slots_S2KD: Tensor, kv_N2KD: Tensor) -> None:
+    def write(self, slots_S2KD: Tensor, kv_NJKD: Tensor) -> None:
         """Writes to one layer, by slot."""
         kept_N2KD = slots_S2KD.index_select(0, self.slots_N)
-        written_N2KD = torch.where(self.any_live, kv_N2KD.index_select(0, self.rows_N), kept_N2KD)
+        written_N2KD = torch.where(self.any_live, kv_NJKD.index_select(0, self.rows_N), kept_N2KD)
         slots_S2KD.index_copy_(0, self.slots_N, written_N2KD)
 
 
@@ -216,16 +216,16 @@ class _FlashStep:
         self._version = {} if flash.version is None else {"fa_version": flash.version}
         self._last_layer = len(layers)
 
-    def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
+    def __call__(self, layer: int, q_NHD: Tensor, kv_NJKD: Tensor, traits: LayerTraits) -> Tensor:
         kv, tables = self._layers[layer], self._tables
         if layer <= self._last_layer:
             takes, with_writes = self._flash.takes, self._write_rows is None
             self._pass = _Pass.of(tables, self._page_size, takes, with_writes=with_writes)
         self._last_layer = layer
         if self._write_rows is None:
-            self._pass.writes[kv.row].write(kv.paged.layer(kv.place), kv_N2KD)
+            self._pass.writes[kv.row].write(kv.paged.layer(kv.place), kv_NJKD)
         else:
-            self._write_rows(kv.paged, kv.place, kv_N2KD, tables.slots_PN[kv.row])
+            self._write_rows(kv.paged, kv.place, kv_NJKD, tables.slots_PN[kv.row])
         out_NHD: Tensor = self._flash.call(
             q=q_NHD,
             k=kv.k_PpKD,

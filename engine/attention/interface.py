@@ -1,7 +1,7 @@
 """Attention over the paged KV pool, behind one small interface.
 
-Legend: P pools (full attention, then sliding windows if the model has them), N tokens of the step, H query heads,
-K key/value heads, D head size.
+Legend: P pools (full attention, then sliding windows if the model has them), N tokens of the step, H query heads, J
+vectors of a head (kv_pool.py), K key/value heads, D head size, V size of a value (D, or that of a latent).
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class ItemLens:
 class AttentionStep(Protocol):
     """The attention of one step. Called once per layer, in the order of layers."""
 
-    def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
-        """Writes the new keys and values to the layer's pool, then attends causally; returns [N, H * D].
+    def __call__(self, layer: int, q_NHD: Tensor, kv_NJKD: Tensor, traits: LayerTraits) -> Tensor:
+        """Writes the new keys and values to the layer's pool, then attends causally; returns [N, H * V].
 
         Keys outside the window are not read: their pages may be gone and hold anything.
         """

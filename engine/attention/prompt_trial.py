@@ -46,8 +46,8 @@ def try_prompts(
 ) -> tuple[DensePrompts | None, str]:
     """What prompts over the pool are left to, and a clause that says why. None: to our own kernels. `sinks` is the
     number of heads with attention sinks in the model's layers."""
-    device = pool.full.kv_L2KSD.device
-    if sinks or not pool.full.kv_L2KSD.shape[0]:
+    device = pool.full.kv_LJKSD.device
+    if sinks or not pool.full.kv_LJKSD.shape[0]:
         trait = "attention sinks" if sinks else "a window"
         return None, f"prompts too, as no library's kernels are for layers with {trait}"
     try:
@@ -66,7 +66,7 @@ def _share_of_ours(pool: KVPool, flash: FlashPrompts, timer: Timer, tokens: int)
     """The library's time as a share of ours, with its copy of the keys. Raises AttentionUnavailable for other
     results."""
     trial = trial_pool(pool, tokens)
-    kv, size = trial.full.kv_L2KSD, trial.page_size
+    kv, size = trial.full.kv_LJKSD, trial.page_size
     kv_heads, dim = kv.shape[2], kv.shape[4]
     pages = np.random.default_rng(1).permutation(trial.num_pages).astype(np.int32)
     slots = (pages[:, None].astype(np.int64) * size + np.arange(size)).ravel()[:tokens]
@@ -76,12 +76,12 @@ def _share_of_ours(pool: KVPool, flash: FlashPrompts, timer: Timer, tokens: int)
     shape = tokens, (GROUP + 2) * kv_heads, dim
     rows_NHD = torch.randn(shape, generator=generator, device=kv.device).bfloat16()
     q_NHD, kv_NHD = rows_NHD.tensor_split((GROUP * kv_heads,), 1)
-    kv_N2KD, traits = kv_NHD.view(tokens, 2, kv_heads, dim), LayerTraits(dim**-0.5)
+    kv_NJKD, traits = kv_NHD.view(tokens, 2, kv_heads, dim), LayerTraits(dim**-0.5)
     dense = DensePrompts(trial, flash, tokens, least_rows=0)
     steps = [TritonAttention(trial).plan(tables), TritonAttention(trial, prompts=dense).plan(tables)]
 
     def result(index: int, layer: int = LAYERS - 1) -> Tensor:
-        return steps[index](layer, q_NHD, kv_N2KD, traits)
+        return steps[index](layer, q_NHD, kv_NJKD, traits)
 
     ours_NA, other_NA = result(0, layer=0).float(), result(1, layer=0).float()
     if not bool((other_NA - ours_NA).norm() <= MOST_APART * ours_NA.norm()):
@@ -92,7 +92,7 @@ def _share_of_ours(pool: KVPool, flash: FlashPrompts, timer: Timer, tokens: int)
 
 def trial_pool(pool: KVPool, tokens: int) -> KVPool:
     """A pool for one sequence, with keys like those of `pool`, and no windows."""
-    kv = pool.full.kv_L2KSD
+    kv = pool.full.kv_LJKSD
     settings = CacheSettings(
         page_size=pool.page_size,
         num_pages=-(-tokens // pool.page_size),

@@ -26,7 +26,7 @@ class TorchTables:
     name = "torch"
 
     def __init__(self, pool: KVPool) -> None:
-        if pool.full.kv_L2KSD.dtype == FP8:
+        if pool.full.kv_LJKSD.dtype == FP8:
             raise AttentionUnavailable(self.name, "it has no fp8 KV; triton has")
         self._pool = pool
         self._items = TorchAttention(pool)
@@ -49,16 +49,16 @@ class _TableStep:
         self._windowed = [paged is pool.window for paged, _ in pool.places]
         self._last_layer = len(pool.places)
 
-    def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
+    def __call__(self, layer: int, q_NHD: Tensor, kv_NJKD: Tensor, traits: LayerTraits) -> Tensor:
         if layer <= self._last_layer:
             self._read_tables()
         self._last_layer = layer
         row = int(self._windowed[layer])
-        written_kv_N2KD = kv_N2KD[self._written_PN[row]]
+        written_kv_NJKD = kv_NJKD[self._written_PN[row]]
         if self._step is None:
-            self._pool.layer(layer).index_copy_(0, self._slots_PN[row], written_kv_N2KD)
-            return q_NHD.new_zeros(len(q_NHD), q_NHD[0].numel())
-        attended_NA = self._step(layer, q_NHD[: self._rows], written_kv_N2KD, traits)
+            self._pool.layer(layer).index_copy_(0, self._slots_PN[row], written_kv_NJKD)
+            return q_NHD.new_zeros(len(q_NHD), q_NHD.shape[1] * self._pool.layout.value_dim)
+        attended_NA = self._step(layer, q_NHD[: self._rows], written_kv_NJKD, traits)
         if self._rows == len(q_NHD):
             return attended_NA
         out_NA = attended_NA.new_zeros(len(q_NHD), attended_NA.shape[1])

@@ -1,8 +1,8 @@
 """Attention with torch's own operators, tuned for a CPU: keys and values are read in place.
 
 Legend: P pools, L a pool's layers, N tokens of the step, n and T one request's query and key tokens, H query heads, K
-key/value heads, G = H / K queries per key head, R = G * n rows that share a key head, D head size, S pool slots, p
-pages.
+key/value heads, G = H / K queries per key head, R = G * n rows that share a key head, D head size, V size of a value
+(D, or that of a latent), J vectors of a head (kv_pool.py), S pool slots, p pages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCORE_ROWS = 64
 class _Span:
     """One request's rows and the keys they see.
 
-    `views` holds each layer's keys [K, D, T] and values [K, T, D] where they lie in the pool. Without it they are
+    `views` holds each layer's keys [K, D, T] and values [K, T, V] where they lie in the pool. Without it they are
     gathered from `pages`, beginning `skip` tokens into the first page. `mask_nT` is 0 where a query may look, else
     -inf; `mask_RT` is the same for each query of a group; both are None if no query is masked or the mask is the plain
     causal one.
@@ -50,16 +50,17 @@ class _Span:
 class _PoolViews:
     """One pool's memory, in the views that are written and read."""
 
-    def __init__(self, paged: PagedKV, row: int) -> None:
-        layers, _, kv_heads, _, dim = paged.kv_L2KSD.shape
+    def __init__(self, paged: PagedKV, row: int, value_dim: int) -> None:
+        layers, vectors, kv_heads, _, dim = paged.kv_LJKSD.shape
         self.paged = paged
         self.row = row
         self.kv_heads = kv_heads
-        self.keys_LKDS = paged.kv_L2KSD[:, 0].transpose(2, 3)
-        self.values_LKSD = paged.kv_L2KSD[:, 1]
-        self.layers_S2KD = [paged.layer(index) for index in range(layers)]
-        paged_shape = (layers, 2, kv_heads, paged.num_pages, paged.page_size, dim)
-        self.layers_2KpsD = paged.kv_L2KSD.view(paged_shape).unbind(0)
+        self.keys_LKDS = paged.kv_LJKSD[:, 0].transpose(2, 3)
+        self.value_dim = value_dim
+        self.values_LKSV = paged.kv_LJKSD[:, -1, ..., : self.value_dim]
+        self.layers_SJKD = [paged.layer(index) for index in range(layers)]
+        paged_shape = (layers, vectors, kv_heads, paged.num_pages, paged.page_size, dim)
+        self.layers_JKpsD = paged.kv_LJKSD.view(paged_shape).unbind(0)
 
     def span(self, item: AttentionItem, row: int, window: int | None, group: int) -> _Span:
         """`row` is the item's first row; `group` is G."""
@@ -73,9 +74,9 @@ class _PoolViews:
         if (item.contiguous and self.row == 0) or _ascending(table):
             start = int(table[0]) * size + first - first_page * size
             keys = self.keys_LKDS.narrow(3, start, key_len).unbind(0)
-            views = list(zip(keys, self.values_LKSD.narrow(2, start, key_len).unbind(0), strict=True))
+            views = list(zip(keys, self.values_LKSV.narrow(2, start, key_len).unbind(0), strict=True))
         else:
-            pages = torch.from_numpy(table).to(self.paged.kv_L2KSD.device)  # on a CPU where it lies
+            pages = torch.from_numpy(table).to(self.paged.kv_LJKSD.device)  # on a CPU where it lies
         mask_nT = mask_RT = None
         if item.query_len > 1 and (history > 0 or (window is not None and item.kv_len > window)):
             mask_nT = self._mask(item.query_len, key_len, window)
@@ -85,29 +86,30 @@ class _PoolViews:
 
     def _mask(self, query_len: int, key_len: int, window: int | None) -> Tensor:
         """The last query sees the last key."""
-        kv = self.paged.kv_L2KSD
+        kv = self.paged.kv_LJKSD
         hidden_nT = torch.full((query_len, key_len), -torch.inf, dtype=kv.dtype, device=kv.device)
         last = key_len - query_len
         mask_nT = hidden_nT.triu(last + 1)
         return mask_nT if window is None else mask_nT.add_(hidden_nT.tril_(last - window))
 
     def keys_and_values(self, span: _Span, place: int) -> tuple[Tensor, Tensor]:
-        """Keys [K, D, T] and values [K, T, D]: views of the pool, or gathered now, after this layer was written."""
+        """Keys [K, D, T] and values [K, T, V]: views of the pool, or gathered now, after this layer was written."""
         if span.views is not None:
             return span.views[place]
         assert span.pages is not None
-        paged_2KpsD = self.layers_2KpsD[place].index_select(2, span.pages)
-        keys_KTD, values_KTD = paged_2KpsD.flatten(2, 3).narrow(2, span.skip, span.key_len).unbind(0)
-        return keys_KTD.transpose(1, 2), values_KTD
+        paged_JKpsD = self.layers_JKpsD[place].index_select(2, span.pages)
+        kv_JKTD = paged_JKpsD.flatten(2, 3).narrow(2, span.skip, span.key_len)
+        return kv_JKTD[0].transpose(1, 2), kv_JKTD[-1, ..., : self.value_dim]
 
 
 class TorchAttention:
     """An AttentionBackend."""
 
     def __init__(self, pool: KVPool) -> None:
-        views = {id(pool.full): _PoolViews(pool.full, 0)}
+        value_dim = pool.layout.value_dim
+        views = {id(pool.full): _PoolViews(pool.full, 0, value_dim)}
         if pool.window is not None:
-            views[id(pool.window)] = _PoolViews(pool.window, 1)
+            views[id(pool.window)] = _PoolViews(pool.window, 1, value_dim)
         self._layers = [(views[id(paged)], place) for paged, place in pool.places]
         self._scales: dict[float, Tensor] = {}
 
@@ -132,9 +134,9 @@ class TorchAttentionStep:
         self._plans: dict[tuple[int, int | None], list[_Span]] = {}
         self._decode_only = all(item.query_len == 1 for item in items)
 
-    def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
+    def __call__(self, layer: int, q_NHD: Tensor, kv_NJKD: Tensor, traits: LayerTraits) -> Tensor:
         views, place = self._layers[layer]
-        views.layers_S2KD[place].index_copy_(0, self._slots_PN[views.row], kv_N2KD)
+        views.layers_SJKD[place].index_copy_(0, self._slots_PN[views.row], kv_NJKD)
         rows, heads, dim = q_NHD.shape
         group = heads // views.kv_heads
         spans = self._plans.get((views.row, traits.window)) or self._plan(views, traits.window, group)
@@ -144,17 +146,17 @@ class TorchAttentionStep:
             self._scales[traits.scale] = scale
         q_NKGD = q_NHD.mul(scale).view(rows, views.kv_heads, group, dim)
         if self._decode_only and traits.plain_scores:
-            outputs_KGD = [
+            outputs_KGV = [
                 _attend_one(q_KGD, *views.keys_and_values(span, place))
                 for q_KGD, span in zip(q_NKGD.unbind(0), spans, strict=True)
             ]
-            return (outputs_KGD[0] if rows == 1 else torch.stack(outputs_KGD)).view(rows, -1)
+            return (outputs_KGV[0] if rows == 1 else torch.stack(outputs_KGV)).view(rows, -1)
         outputs = []
         for span in spans:
             share_NKGD = q_NKGD[span.row : span.row + span.query_len]
-            keys_KDT, values_KTD = views.keys_and_values(span, place)
-            attended_nKGD = _attend(span, share_NKGD, keys_KDT, values_KTD, traits)
-            outputs.append(attended_nKGD.reshape(span.query_len, -1))
+            keys_KDT, values_KTV = views.keys_and_values(span, place)
+            attended_nKGV = _attend(span, share_NKGD, keys_KDT, values_KTV, traits)
+            outputs.append(attended_nKGV.reshape(span.query_len, -1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _plan(self, views: _PoolViews, window: int | None, group: int) -> list[_Span]:
@@ -166,25 +168,25 @@ class TorchAttentionStep:
         return spans
 
 
-def _attend_one(q_KGD: Tensor, keys_KDT: Tensor, values_KTD: Tensor) -> Tensor:
+def _attend_one(q_KGD: Tensor, keys_KDT: Tensor, values_KTV: Tensor) -> Tensor:
     """Decode: the group's queries are rows of one key head, so no key is repeated, and no key is masked."""
     weights_KGT = torch.bmm(q_KGD, keys_KDT).softmax(-1)
-    return torch.bmm(weights_KGT, values_KTD)
+    return torch.bmm(weights_KGT, values_KTV)
 
 
-def _attend(span: _Span, q_nKGD: Tensor, keys_KDT: Tensor, values_KTD: Tensor, traits: LayerTraits) -> Tensor:
+def _attend(span: _Span, q_nKGD: Tensor, keys_KDT: Tensor, values_KTV: Tensor, traits: LayerTraits) -> Tensor:
     """One request's rows [n, K, G, D]; queries are already scaled."""
     count, kv_heads, group, dim = q_nKGD.shape
     q_KGnD = q_nKGD.permute(1, 2, 0, 3)
     if traits.plain_scores and (count == 1 or span.mask_RT is not None):
-        out_KRD = _attend_rows(q_KGnD.reshape(kv_heads, -1, dim), keys_KDT, values_KTD, span.mask_RT)
-        return out_KRD.view(kv_heads, group, count, dim).permute(2, 0, 1, 3)
+        out_KRV = _attend_rows(q_KGnD.reshape(kv_heads, -1, dim), keys_KDT, values_KTV, span.mask_RT)
+        return out_KRV.view(kv_heads, group, count, -1).permute(2, 0, 1, 3)
     if traits.plain_scores:
         keys_KGTD = keys_KDT.transpose(1, 2)[:, None].expand(-1, group, -1, -1)
-        values_KGTD = values_KTD[:, None].expand(-1, group, -1, -1)
+        values_KGTV = values_KTV[:, None].expand(-1, group, -1, -1)
         causal = span.mask_nT is None
-        out_KGnD = sdpa(q_KGnD, keys_KGTD, values_KGTD, attn_mask=span.mask_nT, is_causal=causal, scale=1.0)
-        return out_KGnD.permute(2, 0, 1, 3)
+        out_KGnV = sdpa(q_KGnD, keys_KGTD, values_KGTV, attn_mask=span.mask_nT, is_causal=causal, scale=1.0)
+        return out_KGnV.permute(2, 0, 1, 3)
     mask_nT = span.mask_nT
     if mask_nT is None and count > 1:
         mask_nT = q_nKGD.new_full((count, count), -torch.inf).triu_(1)
@@ -192,21 +194,21 @@ def _attend(span: _Span, q_nKGD: Tensor, keys_KDT: Tensor, values_KTD: Tensor, t
     for first in range(0, count, SCORE_ROWS):
         rows = slice(first, first + SCORE_ROWS)
         mask = None if mask_nT is None else mask_nT[rows]
-        blocks.append(_attend_scores(q_KGnD[:, :, rows], keys_KDT, values_KTD, mask, traits))
+        blocks.append(_attend_scores(q_KGnD[:, :, rows], keys_KDT, values_KTV, mask, traits))
     return torch.cat(blocks, 2).permute(2, 0, 1, 3)
 
 
-def _attend_rows(q_KRD: Tensor, keys_KDT: Tensor, values_KTD: Tensor, mask_RT: Tensor | None) -> Tensor:
+def _attend_rows(q_KRD: Tensor, keys_KDT: Tensor, values_KTV: Tensor, mask_RT: Tensor | None) -> Tensor:
     if mask_RT is None:
-        return _attend_one(q_KRD, keys_KDT, values_KTD)
+        return _attend_one(q_KRD, keys_KDT, values_KTV)
     weights_KRT = torch.baddbmm(mask_RT, q_KRD, keys_KDT).softmax(-1)
-    return torch.bmm(weights_KRT, values_KTD)
+    return torch.bmm(weights_KRT, values_KTV)
 
 
 def _attend_scores(
-    q_KGnD: Tensor, keys_KDT: Tensor, values_KTD: Tensor, mask_nT: Tensor | None, traits: LayerTraits
+    q_KGnD: Tensor, keys_KDT: Tensor, values_KTV: Tensor, mask_nT: Tensor | None, traits: LayerTraits
 ) -> Tensor:
-    """Attention with soft caps and sinks; returns [K, G, n, D]."""
+    """Attention with soft caps and sinks; returns [K, G, n, V]."""
     kv_heads, group, count, dim = q_KGnD.shape
     scores_KRT = torch.bmm(q_KGnD.reshape(kv_heads, -1, dim), keys_KDT)
     if traits.softcap is not None:
@@ -219,7 +221,7 @@ def _attend_scores(
         sinks_KG11 = traits.sinks_H.to(scores_KRT.dtype).view(kv_heads, group, 1, 1)
         sinks_KR1 = sinks_KG11.expand(-1, -1, count, -1).reshape(kv_heads, -1, 1)
         weights_KRT = torch.cat((scores_KRT, sinks_KR1), -1).softmax(-1)[..., :-1]
-    return torch.bmm(weights_KRT, values_KTD).view(kv_heads, group, count, dim)
+    return torch.bmm(weights_KRT, values_KTV).view(kv_heads, group, count, -1)
 
 
 def _ascending(pages: NDArray[np.int32]) -> bool:

@@ -65,16 +65,16 @@ class TritonAttention:
         *,
         deterministic: bool = False,
     ) -> None:
-        kv_L2KSD = pool.full.kv_L2KSD
-        self.device = kv_L2KSD.device
-        self.head_dim = kv_L2KSD.shape[4]
+        kv_LJKSD = pool.full.kv_LJKSD
+        self.device = kv_LJKSD.device
+        self.head_dim = kv_LJKSD.shape[4]
         capability = compute_capability(self.device)
-        _check(self.head_dim, kv_L2KSD.dtype, capability)
+        _check(self.head_dim, kv_LJKSD.dtype, capability)
         self.pool = pool
         self.prompts = prompts
         self.block_d = max(16, triton.next_power_of_2(self.head_dim))
         choose_tiles = deterministic_tiles if deterministic else default_tiles
-        self.tiles = tiles or choose_tiles(self.head_dim, kv_L2KSD.dtype, capability)
+        self.tiles = tiles or choose_tiles(self.head_dim, kv_LJKSD.dtype, capability)
         self.multiprocessors = multiprocessors or num_multiprocessors(self.device)
         # Tiles are split into at most this many parts.
         programs = [self.multiprocessors * shape.programs for shape in self.tiles.shapes]
@@ -104,9 +104,9 @@ class TritonStep:
         self._parts: dict[tuple[int, int, int | None, bool], Sequence[Parts]] = {}
         self._dense: dict[int, list[DenseRun]] = {}
 
-    def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
+    def __call__(self, layer: int, q_NHD: Tensor, kv_NJKD: Tensor, traits: LayerTraits) -> Tensor:
         target = self.target(layer)
-        write_rows(target.paged, target.place, kv_N2KD, target.slots_N)
+        write_rows(target.paged, target.place, kv_NJKD, target.slots_N)
         return self.attend(layer, q_NHD, traits)
 
     def target(self, layer: int) -> KVTarget:
@@ -130,7 +130,7 @@ class TritonStep:
     ) -> Tensor:
         rows, heads, dim = q_NHD.shape
         out_NA = torch.empty((rows, heads * dim), dtype=q_NHD.dtype, device=q_NHD.device)
-        kv_2KSD, scales = paged.kv_L2KSD[place], paged.scales_L2KS
+        kv_2KSD, scales = paged.kv_LJKSD[place], paged.scales_LJKS
         kv_heads = kv_2KSD.shape[1]
         group = heads // kv_heads
         dense = self._dense_runs(q_NHD, group, traits)

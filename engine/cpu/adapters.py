@@ -22,7 +22,7 @@ from engine.models.adapters import Adapter, MatrixUpdate
 from engine.models.config import ModelSpec
 from engine.models.layers import interleave_rotary
 from engine.models.protocol import AdapterRows
-from engine.models.weights import tensor_shapes
+from engine.models.tensor_shapes import tensor_shapes
 
 
 class Target(NamedTuple):

@@ -21,7 +21,7 @@ VARIANTS = ("amx", "avx512bf16", "avx512", "avx2", "neon")
 FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, FLOAT8, FLOAT4 = range(7)
 """Formats of weights, as in product.h."""
 
-LARGEST_HEAD = 512
+LARGEST_HEAD = 576
 MOST_WINDOWS = 8
 
 
@@ -85,7 +85,7 @@ class LayerKVC(Structure):
 class HeadsC(Structure):
     """Heads of attention.h."""
 
-    _fields_ = (("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32))
+    _fields_ = (("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("value_dim", c_int32))
 
 
 class ExpertsC(Structure):
@@ -95,9 +95,32 @@ class ExpertsC(Structure):
         ("router", c_void_p),
         ("gate_up", c_void_p),
         ("down", c_void_p),
+        ("correction", c_void_p),
         ("count", c_int32),
         ("top_k", c_int32),
         ("norm_topk", c_int32),
+        ("sigmoid", c_int32),
+        ("groups", c_int32),
+        ("top_groups", c_int32),
+        ("factor", c_float),
+    )
+
+
+class LatentsC(Structure):
+    """Latents of latents.h."""
+
+    _fields_ = (
+        ("query_up", c_void_p),
+        ("key_ups", c_void_p),
+        ("value_ups", c_void_p),
+        ("query_norm", c_void_p),
+        ("latent_norm", c_void_p),
+        ("query_rank", c_int32),
+        ("rank", c_int32),
+        ("plain_dim", c_int32),
+        ("rotary_dim", c_int32),
+        ("eps", c_float),
+        ("scale", c_float),
     )
 
 
@@ -113,6 +136,7 @@ class LayerC(Structure):
         ("gate_up", c_void_p),
         ("down", c_void_p),
         ("experts", c_void_p),
+        ("latents", c_void_p),
     )
 
 

@@ -24,6 +24,7 @@ from engine.cpu.library import (
     AdaptersC,
     ExpertsC,
     HeadsC,
+    LatentsC,
     LayerC,
     LayerKVC,
     MatrixC,
@@ -33,7 +34,10 @@ from engine.cpu.library import (
 )
 from engine.cpu.matrix import PackedLinears, PackedMatrix
 from engine.models.adapters import Adapter
-from engine.models.decoder import Decoder, LayerParts
+from engine.models.decoder import Decoder
+from engine.models.latent_attention import LatentAttention
+from engine.models.latent_config import NORM_EPS
+from engine.models.layer_weights import LayerParts
 from engine.models.linear import Linear
 from engine.models.mlp import Experts
 from engine.models.protocol import AdapterRows, CausalModel
@@ -70,12 +74,12 @@ class WholeSteps:
             rotations=decoder.rotary.rotations_P1C.data_ptr(),
             final_norm=self._floats(decoder.final_norm_E),
             head=addressof(self._head.matrix),
-            heads=HeadsC(spec.num_heads, spec.num_kv_heads, spec.head_dim),
+            heads=HeadsC(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.kv_layout.value_dim),
             num_layers=spec.num_layers,
             hidden=spec.hidden_size,
             num_positions=len(decoder.rotary.rotations_P1C),
             eps=spec.rms_norm_eps,
-            scale=spec.head_dim**-0.5,
+            scale=spec.scale,
         )
         self._handle = c.kedge_decoder_new(addressof(model))
         self._free = c.kedge_decoder_free
@@ -123,31 +127,59 @@ class WholeSteps:
     def _layers_of(self, backend: CpuAttention) -> int:
         """The address of the layers' KV descriptions for the kernels; computed once for each pool."""
         if self._kv is None or self._kv[0] is not backend:
-            self._kv = backend, backend.layers([parts.traits for parts in self._decoder.parts])
+            self._kv = backend, backend.layers([parts.attention.traits for parts in self._decoder.parts])
         return addressof(self._kv[1])
 
     def _layer(self, parts: LayerParts) -> LayerC:
         layer = LayerC(
-            self._floats(parts.attention_norm_E),
-            self._floats(parts.mlp_norm_E),
-            None if parts.head_norm_AD is None else self._floats(parts.head_norm_AD),
-            self._matrices(parts.qkv),
-            self._matrices(parts.out),
+            attention_norm=self._floats(parts.attention_norm_E),
+            mlp_norm=self._floats(parts.mlp_norm_E),
+            out=self._matrices(parts.out),
         )
-        if isinstance(parts.mlp, Experts):
-            layer.experts = self._experts(parts.mlp)
+        attention, mlp = parts.attention, parts.mlp
+        if isinstance(attention, LatentAttention):
+            layer.qkv, layer.latents = self._matrices(attention.down), self._latents(attention)
         else:
-            layer.gate_up, layer.down = self._matrices(parts.mlp.gated), self._matrices(parts.mlp.down)
+            layer.qkv = self._matrices(attention.qkv)
+            layer.head_norm = self._floats_or_none(attention.head_norm_AD)
+        if isinstance(mlp, Experts):
+            layer.experts = self._experts(mlp)
+        dense = mlp.shared if isinstance(mlp, Experts) else mlp
+        if dense is not None:
+            layer.gate_up, layer.down = self._matrices(dense.gated), self._matrices(dense.down)
         return layer
 
+    def _latents(self, attention: LatentAttention) -> int:
+        latent = attention.latent
+        described = LatentsC(
+            None if attention.query_up is None else self._matrices(attention.query_up),
+            self._matrices(*attention.key_ups),
+            self._matrices(*attention.value_ups),
+            self._floats_or_none(attention.query_norm),
+            self._floats(attention.latent_norm_L),
+            latent.query_rank or 0,
+            latent.rank,
+            latent.plain_dim,
+            latent.rotary_dim,
+            NORM_EPS,
+            latent.scale,
+        )
+        return addressof(self._keep(described))
+
     def _experts(self, experts: Experts) -> int:
+        routing = experts.routing
         described = ExpertsC(
             self._matrices(experts.router),
             self._matrices(*(mlp.gated for mlp in experts.mlps)),
             self._matrices(*(mlp.down for mlp in experts.mlps)),
+            self._floats_or_none(experts.correction_X),
             len(experts.mlps),
-            experts.top_k,
-            experts.norm_topk,
+            routing.top_k,
+            routing.norm_topk,
+            routing.sigmoid,
+            routing.groups,
+            routing.top_groups,
+            routing.factor,
         )
         return addressof(self._keep(described))
 
@@ -159,6 +191,9 @@ class WholeSteps:
     def _floats(self, weights: Tensor) -> int:
         """The address of a dense copy."""
         return int(self._keep(weights.float().contiguous()).data_ptr())
+
+    def _floats_or_none(self, weights: Tensor | None) -> int | None:
+        return None if weights is None else self._floats(weights)
 
     def _keep(self, thing: Any) -> Any:
         """Keeps it alive as long as this."""

@@ -33,7 +33,7 @@ def rotate_and_write(
     tokens, heads, dim = qkv_NAD.shape
     if tokens == 0:
         return
-    pool_2KSD, scales_L2KS = target.paged.kv_L2KSD[target.place], target.paged.scales_L2KS
+    pool_2KSD, scales_LJKS = target.paged.kv_LJKSD[target.place], target.paged.scales_LJKS
     kv_heads = pool_2KSD.shape[1]
     rotations = torch.view_as_real(rotations_N1C)
     assert qkv_NAD.stride(2) == 1
@@ -46,7 +46,7 @@ def rotate_and_write(
         rotations,
         qkv_NAD if weight_HD is None else weight_HD,
         pool_2KSD,
-        pool_2KSD if scales_L2KS is None else scales_L2KS[target.place],
+        pool_2KSD if scales_LJKS is None else scales_LJKS[target.place],
         target.slots_N,
         eps,
         qkv_NAD.stride(0),
@@ -59,7 +59,7 @@ def rotate_and_write(
         BLOCK=block,
         HEADS=per_program,
         HAS_NORM=weight_HD is not None,
-        HAS_SCALES=scales_L2KS is not None,
+        HAS_SCALES=scales_LJKS is not None,
         num_warps=min(max(per_program * block // 256, 1), 4),
         enable_fp_fusion=FUSES,
         **early_options(qkv_NAD.device),

@@ -24,7 +24,7 @@ from engine.models.config import ModelSpec, read_json
 from engine.models.errors import BadCheckpoint, ModelError, ModelNotFound, UnsupportedModel
 from engine.models.fingerprint import FINGERPRINT_BYTES
 from engine.models.hub import find_model
-from engine.models.weights import tensor_shapes
+from engine.models.tensor_shapes import tensor_shapes
 from engine.settings import AdapterSettings
 
 CONFIG_FILE = "adapter_config.json"

@@ -84,9 +84,9 @@ class PagedAttention:
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         traits = LayerTraits(scale, layout.windows[layer], softcap, s_aux)
         width, value_width = layout.head_dim, value.shape[-1]
-        kv_N2KD = torch.stack((_widened(key[0], width), _widened(value[0], width))).permute(2, 0, 1, 3)
+        kv_NJKD = torch.stack((_widened(key[0], width), _widened(value[0], width))).permute(2, 0, 1, 3)
         q_NHD = _widened(query[0], width).transpose(0, 1)
-        out_NHD = self._step(layer, q_NHD, kv_N2KD, traits).view(q_NHD.shape)
+        out_NHD = self._step(layer, q_NHD, kv_NJKD, traits).view(q_NHD.shape)
         return out_NHD[None, ..., :value_width], None
 
 

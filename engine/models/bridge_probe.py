@@ -222,7 +222,7 @@ def check_agreement(model: Any, bridged: CausalModel, layout: KVLayout, expected
     )
     for paged in (pool.full, pool.window):
         if paged is not None:
-            paged.kv_L2KSD.fill_(torch.nan)
+            paged.kv_LJKSD.fill_(torch.nan)
     attention = TorchAttention(pool)
     tables = (np.asarray([6, 1, 4, 0], dtype=np.int32), np.asarray([5, 7, 2], dtype=np.int32))
     worst = 0.0

@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from engine.models.clamped_swiglu import ClampedSwiglu
+from engine.models.config_values import positive_integer, positive_number, whole_number
 from engine.models.errors import ModelNotFound, UnsupportedModel
+from engine.models.experts_config import ExpertsSpec, parse_experts
 from engine.models.fp8_weights import Fp8Format, parse_fp8
+from engine.models.latent_config import LatentSpec, parse_latent
 from engine.models.mxfp4_weights import Mxfp4Format, parse_mxfp4
 from engine.models.packed_weights import PackedFormat, parse_packed
 from engine.models.registry import Family, find_family
-from engine.models.rope import RopeSpec, parse_rope, positive_number, rope_parameters
+from engine.models.rope import RopeSpec, parse_rope, rope_parameters
 from engine.runner.kv_pool import KVLayout
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
@@ -27,25 +29,12 @@ DEFAULT_FIRST_WINDOW_LAYER = 28
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsSpec:
-    """`layers` have `num_experts` gated MLPs of `intermediate_size` in place of one. A router chooses `top_k` of them
-    for each token. With `norm_topk` the weights of these sum to one. With `clamped`, their activation, they are
-    GPT-OSS's: they and the router have biases, and those of a layer are one tensor in the checkpoint."""
-
-    layers: frozenset[int]
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    norm_topk: bool
-    clamped: ClampedSwiglu | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A decoder-only transformer with RMSNorm, rotary attention and a gated SiLU MLP, or experts.
 
-    `num_heads` queries share `num_kv_heads` keys and values, `head_dim` wide each. `windows` has each layer's sliding
-    window in tokens, None where it sees everything.
+    `num_heads` queries share `num_kv_heads` keys and values, `head_dim` wide each; with `latent` all share one key that
+    is as wide as the latent and its rotary features. `windows` has each layer's sliding window in tokens, None where it
+    sees everything.
     """
 
     family: str
@@ -73,6 +62,9 @@ class ModelSpec:
     experts: ExpertsSpec | None
     sinks: bool
     """Whether heads have attention sinks."""
+    latent: LatentSpec | None = None
+    num_mtp_layers: int = 0
+    """Layers behind the last that predict more tokens at once. They are not read."""
 
     def experts_of(self, layer: int) -> ExpertsSpec | None:
         return self.experts if self.experts is not None and layer in self.experts.layers else None
@@ -83,7 +75,17 @@ class ModelSpec:
 
     @property
     def kv_layout(self) -> KVLayout:
-        return KVLayout(self.num_kv_heads, self.head_dim, self.windows)
+        latent_dim = None if self.latent is None else self.latent.rank
+        return KVLayout(self.num_kv_heads, self.head_dim, self.windows, latent_dim)
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.rotary_dim
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by."""
+        return self.head_dim**-0.5 if self.latent is None else self.latent.scale
 
     def shard(self, size: int) -> ModelSpec:
         """What each of `size` ranks holds: its share of the heads and of the MLP; the vocabulary stays whole.
@@ -93,8 +95,9 @@ class ModelSpec:
         """
         if size == 1:
             return self
-        if self.experts is not None:
-            raise UnsupportedModel(f"tensor_parallel {size}: experts cannot be shared out to ranks")
+        for what, found in (("experts", self.experts), ("latents of attention", self.latent)):
+            if found is not None:
+                raise UnsupportedModel(f"tensor_parallel {size}: {what} cannot be shared out to ranks")
         for field, count in (
             ("num_attention_heads", self.num_heads),
             ("intermediate_size", self.intermediate_size),
@@ -138,19 +141,20 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
     rope = parse_rope(config, context_len)
     context_len = max(context_len, rope.stretched_len)
     _refuse_unknown(config, family)
-    num_heads = _size(config, "num_attention_heads")
-    num_layers = _size(config, "num_hidden_layers")
+    num_heads = positive_integer(config, "num_attention_heads")
+    num_layers = positive_integer(config, "num_hidden_layers")
     packed = parse_mxfp4(config) if family.experts == "gpt_oss" else parse_packed(config)
-    hidden_size = _size(config, "hidden_size")
+    hidden_size = positive_integer(config, "hidden_size")
+    latent = parse_latent(config, rope) if family.latent else None
     spec = ModelSpec(
         family=family.name,
-        vocab_size=_size(config, "vocab_size"),
+        vocab_size=positive_integer(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_size(config, "intermediate_size"),
+        intermediate_size=positive_integer(config, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=int(config.get("num_key_value_heads", family.default_kv_heads) or num_heads),
-        head_dim=int(config.get("head_dim") or family.default_head_dim or hidden_size // num_heads),
+        num_kv_heads=1 if latent else _kv_heads(config, family, num_heads),
+        head_dim=latent.key_dim if latent else _head_dim(config, family, hidden_size // num_heads),
         rms_norm_eps=positive_number(config, "rms_norm_eps", 1e-6),
         rope=rope,
         max_context_len=context_len,
@@ -163,10 +167,12 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
         checkpoint_dtype=_parse_dtype(config),
         fp8=parse_fp8(config) if packed is None else None,
         packed=packed,
-        experts=_parse_experts(config, family, num_layers),
+        experts=parse_experts(config, family, num_layers),
         sinks=family.sinks,
+        latent=latent,
+        num_mtp_layers=whole_number(config, "num_nextn_predict_layers"),
     )
-    if spec.num_heads % spec.num_kv_heads or spec.head_dim % 2:
+    if spec.num_heads % spec.num_kv_heads or spec.rotary_dim % 2:
         raise UnsupportedModel(
             f"{spec.num_heads} heads of {spec.head_dim} over {spec.num_kv_heads} key/value heads: "
             "heads must divide evenly, and their size must be even"
@@ -174,11 +180,12 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
     return spec
 
 
-def _size(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if type(value) is not int or value < 1:
-        raise UnsupportedModel(f"config.json: {key} must be a positive integer, not {value!r}")
-    return value
+def _kv_heads(config: Mapping[str, Any], family: Family, num_heads: int) -> int:
+    return int(config.get("num_key_value_heads", family.default_kv_heads) or num_heads)
+
+
+def _head_dim(config: Mapping[str, Any], family: Family, even_share: int) -> int:
+    return int(config.get("head_dim") or family.default_head_dim or even_share)
 
 
 def _flag(config: Mapping[str, Any], key: str, family: Family, fixed: bool) -> bool:
@@ -221,38 +228,6 @@ def _parse_windows(
     if unknown or len(kinds) != num_layers:
         raise UnsupportedModel(f"layer_types of {len(kinds)} layers with {unknown}: not understood")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _parse_experts(config: Mapping[str, Any], family: Family, num_layers: int) -> ExpertsSpec | None:
-    """None if no layer has experts. transformers 5 writes num_experts as num_local_experts."""
-    if family.experts == "none":
-        return None
-    key = "num_local_experts" if "num_local_experts" in config else "num_experts"
-    if type(config.get(key)) is int and config[key] == 0:
-        return None
-    num_experts, top_k = _size(config, key), _size(config, "num_experts_per_tok")
-    if top_k > num_experts:
-        raise UnsupportedModel(f"config.json: num_experts_per_tok {top_k} of {num_experts} experts")
-    if family.experts == "gpt_oss":
-        inner = _size(config, "intermediate_size")
-        alpha, limit = (
-            positive_number(config, key, default)
-            for key, default in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0))
-        )
-        return ExpertsSpec(
-            frozenset(range(num_layers)), num_experts, top_k, inner, True, ClampedSwiglu(alpha, limit)
-        )
-    step = _size(config, "decoder_sparse_step") if "decoder_sparse_step" in config else 1
-    dense = config.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise UnsupportedModel(f"config.json: mlp_only_layers must be a list of integers, not {dense!r}")
-    norm_topk = config.get("norm_topk_prob", False)
-    if not isinstance(norm_topk, bool):
-        raise UnsupportedModel(f"config.json: norm_topk_prob must be true or false, not {norm_topk!r}")
-    layers = frozenset(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
-    if not layers:
-        return None
-    return ExpertsSpec(layers, num_experts, top_k, _size(config, "moe_intermediate_size"), norm_topk)
 
 
 def _parse_dtype(config: Mapping[str, Any]) -> CheckpointDType:

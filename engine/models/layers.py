@@ -40,11 +40,13 @@ class RmsNorm:
         return self(x_NE.add_(delta_NE))
 
 
-def interleave_rotary(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorders the first dimension (heads * D) from (half, half) to interleaved rotary pairs."""
-    heads = rows.shape[0] // head_dim
-    split = rows.view(heads, 2, head_dim // 2, *rows.shape[1:])
-    return split.transpose(1, 2).reshape(rows.shape)
+def interleave_rotary(rows: Tensor, head_dim: int, plain_dim: int = 0) -> Tensor:
+    """Reorders the first dimension (heads * D) from (half, half) to interleaved rotary pairs. The first `plain_dim` of
+    each head stay where they are."""
+    heads, pairs = rows.shape[0] // head_dim, (head_dim - plain_dim) // 2
+    plain, rotary = rows.view(heads, head_dim, *rows.shape[1:]).tensor_split((plain_dim,), 1)
+    split = rotary.reshape(heads, 2, pairs, *rows.shape[1:]).transpose(1, 2).reshape(rotary.shape)
+    return torch.cat((plain, split), 1).view(rows.shape)
 
 
 class RotaryTable:

@@ -125,8 +125,9 @@ def load_model(
 def native_spec(config: Mapping[str, Any], device: torch.device) -> ModelSpec:
     """Raises UnsupportedModel if no native family runs the model on that device."""
     spec = parse_spec(config)
-    if spec.experts is not None and is_gpu(device):
-        raise UnsupportedModel("experts are native on a CPU only")
+    if is_gpu(device) and (spec.experts is not None or spec.latent is not None):
+        what = "experts are" if spec.latent is None else "latent attention is"
+        raise UnsupportedModel(f"{what} native on a CPU only")
     return spec
 
 
@@ -164,6 +165,8 @@ def _load_native(
         else:
             with closing(CheckpointWeights(directory, whole, weights_dtype, device, shares)) as source:
                 model = Decoder(spec, source, linears, device, dtype, ops, ranks)
+        if settings.adapters and whole.latent is not None:
+            raise UnsupportedModel("model.adapters are not implemented for latent attention")
         adapters = read_adapters(settings.adapters, whole, weights_dtype)
         runs = model if ranks.size > 1 else in_whole_steps(model, linears, adapters)
     if adapters and not isinstance(runs, AdaptedModel):

@@ -14,9 +14,9 @@ from engine.models.errors import UnsupportedModel
 class Family:
     """`bias_keys` are the bias flags of config.json that this family reads, with their `default_bias`. `window` says
     when it has a sliding window: never, when use_sliding_window is set (in some layers, or in all of them), always
-    unless sliding_window is null, or in the layers that layer_types names. `experts`: some layers have them instead of
-    an MLP, or all layers have those of GPT-OSS. `sinks`: heads have attention sinks. `required` keys have
-    defaults of their own in this family, so config.json must have them."""
+    unless sliding_window is null, or in the layers that layer_types names. `experts`: whose way some layers, or all,
+    have them instead of an MLP. `sinks`: heads have attention sinks. `latent`: attention has latents. `required` keys
+    have defaults of their own in this family, so config.json must have them."""
 
     name: str
     qkv_bias: bool = False
@@ -25,11 +25,16 @@ class Family:
     default_kv_heads: int | None = None
     default_head_dim: int | None = None
     window: Literal["never", "flag", "flag for all", "always", "by layer"] = "never"
-    experts: Literal["none", "some layers", "gpt_oss"] = "none"
+    experts: Literal["none", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"] = "none"
     default_bias: bool = False
     sinks: bool = False
+    latent: bool = False
     required: frozenset[str] = frozenset()
 
+
+DEEPSEEK_KEYS = frozenset(
+    {"max_position_embeddings", "n_shared_experts", "q_lora_rank", "rms_norm_eps", "routed_scaling_factor"}
+)
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -49,7 +54,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             bias_keys=frozenset({"attention_bias"}),
             default_kv_heads=4,
             window="flag for all",
-            experts="some layers",
+            experts="qwen3_moe",
         ),
         "MistralForCausalLM": Family("mistral", default_kv_heads=8, window="always"),
         "GptOssForCausalLM": Family(
@@ -64,6 +69,24 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             required=frozenset(
                 {"sliding_window", "rope_type", "rope_theta", "rms_norm_eps", "max_position_embeddings"}
             ),
+        ),
+        "DeepseekV2ForCausalLM": Family(
+            "deepseek_v2",
+            experts="deepseek_v2",
+            latent=True,
+            required=DEEPSEEK_KEYS | {"first_k_dense_replace", "topk_method"},
+        ),
+        "DeepseekV3ForCausalLM": Family(
+            "deepseek_v3",
+            experts="deepseek_v3",
+            latent=True,
+            required=DEEPSEEK_KEYS | {"first_k_dense_replace", "norm_topk_prob"},
+        ),
+        "Glm4MoeLiteForCausalLM": Family(
+            "glm4_moe_lite",
+            experts="glm4_moe_lite",
+            latent=True,
+            required=DEEPSEEK_KEYS | {"norm_topk_prob"},
         ),
     }
 )

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from engine.models.config_values import positive_number
 from engine.models.errors import UnsupportedModel
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
@@ -96,29 +97,19 @@ def rotary_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
     return frequencies_C
 
 
-def positive_number(values: Mapping[str, Any], key: str, default: float, least: float = 0.0) -> float:
-    """A number of a configuration, at least so large; null stands for the default. Raises UnsupportedModel."""
-    value = values.get(key)
-    if value is None:
-        return default
-    if type(value) not in (int, float) or not (0 < value < math.inf and value >= least):
-        wanted = f"at least {least:g}" if least else "a positive number"
-        raise UnsupportedModel(f"config.json: {key} must be {wanted}, not {value!r}")
-    return float(value)
-
-
 def _attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
     """As transformers reads it: `attention_factor`, else from `mscale` and `mscale_all_dim` if there are both, else
     from the factor, as the paper has it."""
     if parameters.get("attention_factor") is not None:
         return positive_number(parameters, "attention_factor", 1.0)
     if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        whole = _magnitude(factor, positive_number(parameters, "mscale_all_dim", 1.0))
-        return _magnitude(factor, positive_number(parameters, "mscale", 1.0)) / whole
-    return _magnitude(factor, 1.0)
+        whole = yarn_magnitude(factor, positive_number(parameters, "mscale_all_dim", 1.0))
+        return yarn_magnitude(factor, positive_number(parameters, "mscale", 1.0)) / whole
+    return yarn_magnitude(factor, 1.0)
 
 
-def _magnitude(factor: float, scale: float) -> float:
+def yarn_magnitude(factor: float, scale: float) -> float:
+    """How much longer YaRN makes vectors whose context is stretched by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 

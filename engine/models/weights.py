@@ -1,4 +1,4 @@
-"""Where weights come from: the tensors a model needs by checkpoint name, and two sources of them."""
+"""Where weights come from: two sources of the tensors that a model needs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.models.config import ExpertsSpec, ModelSpec, read_json
+from engine.models.config import ModelSpec, read_json
 from engine.models.errors import BadCheckpoint, ModelNotFound
 from engine.models.fp8_weights import SCALES, STORED, UNREAD
 from engine.models.mxfp4_weights import Mxfp4Format, by_expert
 from engine.models.packed_weights import PackedFormat
 from engine.models.quantized_matrix import QuantizedMatrix
 from engine.models.shares import Shares
+from engine.models.tensor_shapes import CORRECTION, tensor_shapes
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -33,71 +34,6 @@ class WeightSource(Protocol):
     device."""
 
     def take(self, name: str) -> Tensor: ...
-
-
-def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model by its checkpoint name."""
-    hidden = spec.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (spec.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not spec.tied_embeddings:
-        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
-    for layer in range(spec.num_layers):
-        for name, shape in _layer_shapes(spec, layer).items():
-            shapes[f"model.layers.{layer}.{name}"] = shape
-    return shapes
-
-
-def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
-    hidden = spec.hidden_size
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    projections = {
-        "self_attn.q_proj": ((queries, hidden), spec.qkv_bias),
-        "self_attn.k_proj": ((keys, hidden), spec.qkv_bias),
-        "self_attn.v_proj": ((keys, hidden), spec.qkv_bias),
-        "self_attn.o_proj": ((hidden, queries), spec.out_bias),
-    }
-    mlps, inner = ["mlp"], spec.intermediate_size
-    experts = spec.experts_of(layer)
-    if experts is not None and experts.clamped is not None:
-        mlps = []
-        shapes |= _stacked_shapes(experts, hidden)
-    elif experts is not None:
-        shapes["mlp.gate.weight"] = (experts.num_experts, hidden)
-        mlps = [f"mlp.experts.{index}" for index in range(experts.num_experts)]
-        inner = experts.intermediate_size
-    for mlp in mlps:
-        projections[f"{mlp}.gate_proj"] = ((inner, hidden), spec.mlp_bias)
-        projections[f"{mlp}.up_proj"] = ((inner, hidden), spec.mlp_bias)
-        projections[f"{mlp}.down_proj"] = ((hidden, inner), spec.mlp_bias)
-    for name, (shape, has_bias) in projections.items():
-        shapes[f"{name}.weight"] = shape
-        if has_bias:
-            shapes[f"{name}.bias"] = shape[:1]
-    if spec.sinks:
-        shapes["self_attn.sinks"] = (spec.num_heads,)
-    if spec.qk_norm:
-        shapes["self_attn.q_norm.weight"] = (spec.head_dim,)
-        shapes["self_attn.k_norm.weight"] = (spec.head_dim,)
-    return shapes
-
-
-def _stacked_shapes(experts: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    count, inner = experts.num_experts, experts.intermediate_size
-    return {
-        "mlp.router.weight": (count, hidden),
-        "mlp.router.bias": (count,),
-        "mlp.experts.gate_up_proj": (count, hidden, 2 * inner),
-        "mlp.experts.gate_up_proj_bias": (count, 2 * inner),
-        "mlp.experts.down_proj": (count, inner, hidden),
-        "mlp.experts.down_proj_bias": (count, hidden),
-    }
 
 
 class CheckpointWeights:
@@ -126,18 +62,19 @@ class CheckpointWeights:
         self._files = {path: self._open(path) for path in weight_files(directory)}
         self._file_of = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
         self._packed_of = self._find_packed()
-        self._check(directory, spec.tied_embeddings)
+        self._check(directory, spec)
 
     def take(self, name: str) -> Tensor:
         part, wide = self._shares.part(name), self._multiplied(name)
+        dtype = torch.float32 if name.endswith(CORRECTION) else self._dtype
         if wide is not None:
-            return (wide if part is None else part.of(wide)).to(self._dtype).contiguous()
+            return (wide if part is None else part.of(wide)).to(dtype).contiguous()
         file = self._file_of[name]
         if part is None:
             whole: Tensor = file.get_tensor(name)
-            return whole.to(self._dtype)
+            return whole.to(dtype)
         read: Tensor = file.get_slice(name)[(slice(None),) * part.dim + (slice(part.start, part.stop),)]
-        return part.padded(read).to(self._dtype).contiguous()
+        return part.padded(read).to(dtype).contiguous()
 
     def take_quantized(self, name: str) -> QuantizedMatrix | None:
         """A matrix as it is stored; None if that is not quantized, has groups that are not one after another, or if
@@ -216,11 +153,13 @@ class CheckpointWeights:
                 belonging.add(bias)
         return belonging
 
-    def _check(self, directory: Path, tied: bool) -> None:
+    def _check(self, directory: Path, spec: ModelSpec) -> None:
         expected = {name: shape for name, shape in self._shapes.items() if name not in self._packed_of}
         ignored = {name for name in self._file_of if name.endswith("rotary_emb.inv_freq")}
-        if tied:
+        if spec.tied_embeddings:
             ignored.add("lm_head.weight")
+        unread = tuple(f"model.layers.{spec.num_layers + index}." for index in range(spec.num_mtp_layers))
+        ignored |= {name for name in self._file_of if name.startswith(unread)}
         ignored |= self._check_fp8(directory, expected) | self._check_packed(directory)
         missing = sorted(expected.keys() - self._file_of.keys())
         left_over = sorted(self._file_of.keys() - expected.keys() - ignored)

@@ -45,7 +45,7 @@ class DraftModel:
         self._attention = attention
         self._vocab_size = vocab_size
         self._max_context_len = max_context_len
-        self._device = pool.full.kv_L2KSD.device
+        self._device = pool.full.kv_LJKSD.device
 
     @property
     def kv(self) -> PagedKV:

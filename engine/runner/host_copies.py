@@ -5,7 +5,8 @@ While one piece is on its way over the link, its neighbour is gathered from the 
 On a CPU they are plain copies, during which torch releases the GIL. Files have threads of their own, so that a copy to
 or from host memory never waits for the disk, nor a read for a write.
 
-Legend: L layers, K key/value heads, P pages of the pool, n pages copied, p tokens of a page, D head size.
+Legend: L layers, J vectors of a head (kv_pool.py), K key/value heads, P pages of the pool, n pages copied, p tokens of
+a page, D head size.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PIECE_BYTES = BLOCK_BYTES
 _PAGE_DIM = 3
 
 Piece = tuple[Tensor, Tensor]
-"""A pool [L, 2, K, P, p, D] and some of its pages [n]."""
+"""A pool [L, J, K, P, p, D] and some of its pages [n]."""
 
 
 class CopyLane:
@@ -71,11 +72,11 @@ class HostCopies:
         disk: DiskStore | None = None,
         blocks: HostBlocks | None = None,
     ) -> None:
-        self._full = [tensor for paged in full if paged.kv_L2KSD.shape[0] for tensor in _by_page(paged)]
+        self._full = [tensor for paged in full if paged.kv_LJKSD.shape[0] for tensor in _by_page(paged)]
         self._window = [] if window is None else _by_page(window)
         self._saved: dict[int, list[Tensor]] = {}
         self._disk = disk
-        device = full[0].kv_L2KSD.device
+        device = full[0].kv_LJKSD.device
         self._blocks = blocks or HostBlocks(0, device)
         self._host_lane = CopyLane("kedge-kv-copies", device)
         self._write_lane = CopyLane("kedge-kv-writes", device)
@@ -100,8 +101,8 @@ class HostCopies:
             copies: list[Tensor] = []
             try:
                 with self._host_relay as relay:
-                    for pool_L2KPpD, piece_n in _on_device(pieces):
-                        part = pool_L2KPpD.index_select(_PAGE_DIM, piece_n)
+                    for pool_LJKPpD, piece_n in _on_device(pieces):
+                        part = pool_LJKPpD.index_select(_PAGE_DIM, piece_n)
                         with relay.second_half(part):
                             copies.append(self._blocks.copy_of(part))
             except BaseException:
@@ -141,11 +142,11 @@ class HostCopies:
     def clone(self, source: PoolPages, target: PoolPages) -> None:
         """Runs on the engine's thread, in the stream of its steps, without waiting. No page may be both source and
         target."""
-        for (pool_L2KPpD, from_n), (_, to_n) in zip(self._pieces(source), self._pieces(target), strict=True):
+        for (pool_LJKPpD, from_n), (_, to_n) in zip(self._pieces(source), self._pieces(target), strict=True):
             there_n, here_n = (
-                send(part_n.tolist(), torch.int64, pool_L2KPpD.device) for part_n in (from_n, to_n)
+                send(part_n.tolist(), torch.int64, pool_LJKPpD.device) for part_n in (from_n, to_n)
             )
-            pool_L2KPpD.index_copy_(_PAGE_DIM, here_n, pool_L2KPpD.index_select(_PAGE_DIM, there_n))
+            pool_LJKPpD.index_copy_(_PAGE_DIM, here_n, pool_LJKPpD.index_select(_PAGE_DIM, there_n))
 
     def close(self) -> None:
         """Waits for running copies, and forgets everything. A write to disk is cut short."""
@@ -158,14 +159,14 @@ class HostCopies:
         self._saved.clear()
 
     def _pieces(self, pages: PoolPages) -> list[Piece]:
-        """Each pool [L, 2, K, P, p, D] with some of its pages [n], at most PIECE_BYTES together."""
-        pools = [(pool_L2KPpD, pages.full) for pool_L2KPpD in self._full]
-        pools += [(pool_L2KPpD, pages.window) for pool_L2KPpD in self._window]
+        """Each pool [L, J, K, P, p, D] with some of its pages [n], at most PIECE_BYTES together."""
+        pools = [(pool_LJKPpD, pages.full) for pool_LJKPpD in self._full]
+        pools += [(pool_LJKPpD, pages.window) for pool_LJKPpD in self._window]
         pieces: list[Piece] = []
-        for pool_L2KPpD, array in pools:
+        for pool_LJKPpD, array in pools:
             index_n = torch.from_numpy(array.astype("int64"))  # a copy: the caller may change its own
-            stride = max(1, PIECE_BYTES * pool_L2KPpD.shape[_PAGE_DIM] // pool_L2KPpD.nbytes)
-            pieces += [(pool_L2KPpD, index_n[at : at + stride]) for at in range(0, len(index_n), stride)]
+            stride = max(1, PIECE_BYTES * pool_LJKPpD.shape[_PAGE_DIM] // pool_LJKPpD.nbytes)
+            pieces += [(pool_LJKPpD, index_n[at : at + stride]) for at in range(0, len(index_n), stride)]
         return pieces
 
 
@@ -175,12 +176,12 @@ def _log_failure(removed: Future[None]) -> None:
 
 
 def _fill(relay: Relay, pieces: Sequence[Piece], parts: Iterable[Tensor]) -> None:
-    """Fills pages from host memory [L, 2, K, n, p, D]."""
+    """Fills pages from host memory [L, J, K, n, p, D]."""
     with relay:
-        for (pool_L2KPpD, piece_n), host_L2KnpD in zip(_on_device(pieces), parts, strict=True):
-            part_L2KnpD = host_L2KnpD.to(pool_L2KPpD.device, non_blocking=True)
-            with relay.second_half(part_L2KnpD):
-                pool_L2KPpD.index_copy_(_PAGE_DIM, piece_n, part_L2KnpD)
+        for (pool_LJKPpD, piece_n), host_LJKnpD in zip(_on_device(pieces), parts, strict=True):
+            part_LJKnpD = host_LJKnpD.to(pool_LJKPpD.device, non_blocking=True)
+            with relay.second_half(part_LJKnpD):
+                pool_LJKPpD.index_copy_(_PAGE_DIM, piece_n, part_LJKnpD)
 
 
 def _on_device(pieces: Sequence[Piece]) -> list[Piece]:
@@ -190,22 +191,22 @@ def _on_device(pieces: Sequence[Piece]) -> list[Piece]:
         return []
     numbers = torch.cat([piece_n for _, piece_n in pieces]).to(pieces[0][0].device)
     parts = numbers.split_with_sizes([len(piece_n) for _, piece_n in pieces])
-    return [(pool_L2KPpD, piece_n) for (pool_L2KPpD, _), piece_n in zip(pieces, parts, strict=True)]
+    return [(pool_LJKPpD, piece_n) for (pool_LJKPpD, _), piece_n in zip(pieces, parts, strict=True)]
 
 
 def _blank(piece: Piece) -> Tensor:
-    """Host memory [L, 2, K, n, p, D] for the content of the pages."""
-    pool_L2KPpD, piece_n = piece
-    shape = list(pool_L2KPpD.shape)
+    """Host memory [L, J, K, n, p, D] for the content of the pages."""
+    pool_LJKPpD, piece_n = piece
+    shape = list(pool_LJKPpD.shape)
     shape[_PAGE_DIM] = len(piece_n)
-    return pinned(math.prod(shape), pool_L2KPpD.dtype, pool_L2KPpD.device).view(shape)
+    return pinned(math.prod(shape), pool_LJKPpD.dtype, pool_LJKPpD.device).view(shape)
 
 
 def _by_page(paged: PagedKV) -> list[Tensor]:
-    """Views [L, 2, K, P, p, D] of the pool and, with D = 1, of its scales. An fp8 pool is copied as bytes, since few
+    """Views [L, J, K, P, p, D] of the pool and, with D = 1, of its scales. An fp8 pool is copied as bytes, since few
     operators support fp8."""
-    layers, two, heads, _, dim = paged.kv_L2KSD.shape
-    shape = (layers, two, heads, paged.num_pages, paged.page_size)
-    if paged.scales_L2KS is None:
-        return [paged.kv_L2KSD.view(*shape, dim)]
-    return [paged.kv_L2KSD.view(torch.uint8).view(*shape, dim), paged.scales_L2KS.view(*shape, 1)]
+    layers, vectors, heads, _, dim = paged.kv_LJKSD.shape
+    shape = (layers, vectors, heads, paged.num_pages, paged.page_size)
+    if paged.scales_LJKS is None:
+        return [paged.kv_LJKSD.view(*shape, dim)]
+    return [paged.kv_LJKSD.view(torch.uint8).view(*shape, dim), paged.scales_LJKS.view(*shape, 1)]

@@ -2,7 +2,8 @@
 
 A head's tokens lie one after another, so that a session's keys are one stream of memory per head.
 
-Legend: L layers, 2 key and value, K key/value heads, S slots (num_pages * page_size), D head size.
+Legend: L layers, J vectors of a head (2: key and value; 1: a latent, which is both), K key/value heads, S slots
+(num_pages * page_size), D head size.
 """
 
 from __future__ import annotations
@@ -26,11 +27,21 @@ class PoolTooSmall(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What a model keeps per token. `windows` has each layer's sliding window in tokens, None for full attention."""
+    """What a model keeps per token. `windows` has each layer's sliding window in tokens, None for full attention. With
+    `latent_dim` a head has one vector in place of two: a key, whose first `latent_dim` features are the value."""
 
     num_kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]
+    latent_dim: int | None = None
+
+    @property
+    def num_vectors(self) -> int:
+        return 2 if self.latent_dim is None else 1
+
+    @property
+    def value_dim(self) -> int:
+        return self.latent_dim or self.head_dim
 
     @property
     def num_layers(self) -> int:
@@ -48,43 +59,44 @@ class KVLayout:
     def page_bytes(self, num_layers: int, page_size: int, dtype: torch.dtype) -> int:
         """`dtype` is that of the pool."""
         scale = SCALE_BYTES if dtype == FP8 else 0
-        return 2 * num_layers * self.num_kv_heads * (self.head_dim * dtype.itemsize + scale) * page_size
+        heads = self.num_vectors * self.num_kv_heads
+        return num_layers * heads * (self.head_dim * dtype.itemsize + scale) * page_size
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
     """Slot s is token `s % page_size` of page `s // page_size`, in every layer.
 
-    `kv_L2KSD` is uninitialised: what was never written must never be read. In fp8 (float8_e4m3fn) each head of a token
-    is stored divided by its own scale in `scales_L2KS`, float32.
+    `kv_LJKSD` is uninitialised: what was never written must never be read. In fp8 (float8_e4m3fn) each head of a token
+    is stored divided by its own scale in `scales_LJKS`, float32.
     """
 
-    kv_L2KSD: Tensor
+    kv_LJKSD: Tensor
     page_size: int
-    scales_L2KS: Tensor | None = None
+    scales_LJKS: Tensor | None = None
 
     @property
     def num_pages(self) -> int:
-        return self.kv_L2KSD.shape[3] // self.page_size
+        return self.kv_LJKSD.shape[3] // self.page_size
 
     @property
     def page_size_bytes(self) -> int:
-        scales = 0 if self.scales_L2KS is None else self.scales_L2KS.nbytes
-        return (self.kv_L2KSD.nbytes + scales) // self.num_pages
+        scales = 0 if self.scales_LJKS is None else self.scales_LJKS.nbytes
+        return (self.kv_LJKSD.nbytes + scales) // self.num_pages
 
     def layer(self, index: int) -> Tensor:
-        """A view of one layer by slot [S, 2, K, D]."""
-        return self.kv_L2KSD[index].permute(2, 0, 1, 3)
+        """A view of one layer by slot [S, J, K, D]."""
+        return self.kv_LJKSD[index].permute(2, 0, 1, 3)
 
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """The KV of one model. `full` holds the layers with full attention (if there are none, its pages still count tokens
-    in the books), `window` those with a sliding window. `places` says where each layer lies."""
+    """The KV of one model, in its `layout`. `full` holds the layers with full attention (if there are none, its pages
+    still count tokens in the books), `window` those with a sliding window. `places` says where each layer lies."""
 
+    layout: KVLayout
     full: PagedKV
     window: PagedKV | None
-    window_len: int | None
     places: tuple[tuple[PagedKV, int], ...]
 
     @property
@@ -96,7 +108,7 @@ class KVPool:
         return self.full.num_pages
 
     def layer(self, index: int) -> Tensor:
-        """A view of one layer by slot [S, 2, K, D], in the layer's own pool."""
+        """A view of one layer by slot [S, J, K, D], in the layer's own pool."""
         paged, place = self.places[index]
         return paged.layer(place)
 
@@ -126,13 +138,13 @@ def make_kv_pool(
     check_free(device, num_pages * page_bytes, "the KV pool", setting)
 
     def paged(num_layers: int, pages: int) -> PagedKV:
-        shape = (num_layers, 2, layout.num_kv_heads, pages * size, layout.head_dim)
+        shape = (num_layers, layout.num_vectors, layout.num_kv_heads, pages * size, layout.head_dim)
         scales = torch.empty(shape[:-1], device=device) if dtype == FP8 else None
         return PagedKV(torch.empty(shape, dtype=dtype, device=device), size, scales)
 
     full = paged(num_full, num_pages)
     window = paged(num_window, max(1, round(num_pages * ratio))) if num_window else None
-    return KVPool(full, window, layout.window, tuple(_places(layout, full, window)))
+    return KVPool(layout, full, window, tuple(_places(layout, full, window)))
 
 
 def _size_setting(settings: CacheSettings, device: torch.device) -> str:

@@ -62,7 +62,7 @@ class TorchRunner:
         if draft is not None:
             draft.check_fits(vocab_size, pool.full)
         self._copies = copies or HostCopies.of(pool, None if draft is None else draft.kv)
-        self._device = pool.full.kv_L2KSD.device
+        self._device = pool.full.kv_LJKSD.device
         self._about = about or {}
         self._steps = StepByStep()
         self._penalties = PenaltyTable()
@@ -75,7 +75,7 @@ class TorchRunner:
             "runner": "torch",
             "model_fingerprint": self.facts.identity.weights,
             "device": device_name(self._device),
-            "dtype": dtype_name(self._pool.full.kv_L2KSD.dtype),
+            "dtype": dtype_name(self._pool.full.kv_LJKSD.dtype),
             **self._about,
         }
 
@@ -190,7 +190,7 @@ def _facts(
         page_size_bytes=pool.full.page_size_bytes + (0 if draft is None else draft.kv.page_size_bytes),
         vocab_size=vocab_size,
         max_context_len=max_context_len,
-        window_len=pool.window_len,
+        window_len=pool.layout.window,
         num_window_pages=0 if window is None else window.num_pages,
         window_page_size_bytes=0 if window is None else window.page_size_bytes,
         identity=identity,

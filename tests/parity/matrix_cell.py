@@ -272,7 +272,7 @@ def poison(runner: TorchRunner, pages: Sequence[int], window_pages: Sequence[int
         pools.append((runner._draft._pool.full, pages))
     for paged, free in pools:
         if paged is not None and len(free):
-            slots = paged.kv_L2KSD.unflatten(3, (paged.num_pages, paged.page_size))
+            slots = paged.kv_LJKSD.unflatten(3, (paged.num_pages, paged.page_size))
             slots[:, :, :, torch.as_tensor(free, dtype=torch.int64)] = torch.nan
 
 

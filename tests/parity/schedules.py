@@ -39,7 +39,7 @@ class PoisonedRunner(TorchRunner):
     def forget(self, pages: Iterable[int], window_pages: Iterable[int] = ()) -> None:
         for paged, free in ((self._pool.full, pages), (self._pool.window, window_pages)):
             if paged is not None:
-                slots = paged.kv_L2KSD.unflatten(3, (paged.num_pages, paged.page_size))
+                slots = paged.kv_LJKSD.unflatten(3, (paged.num_pages, paged.page_size))
                 slots[:, :, :, list(free)] = torch.nan
 
 

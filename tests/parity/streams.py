@@ -63,7 +63,7 @@ def poisoned_pool(loaded: LoadedModel, page_size: int, num_pages: int) -> KVPool
     pool = make_kv_pool(loaded.layout, settings, loaded.dtype, loaded.device)
     for paged in (pool.full, pool.window):
         if paged is not None:
-            paged.kv_L2KSD.fill_(torch.nan)
+            paged.kv_LJKSD.fill_(torch.nan)
     return pool
 
 
@@ -108,10 +108,10 @@ class Stream:
 
     def forget(self, pool: KVPool) -> None:
         """Gives up the window pages that no later query can reach."""
-        if pool.window is None or self.window_pages is None or pool.window_len is None:
+        if pool.window is None or self.window_pages is None or pool.layout.window is None:
             return
-        gone = max(0, self.computed - pool.window_len + 1) // pool.page_size
-        slots = pool.window.kv_L2KSD.unflatten(3, (-1, pool.page_size))
+        gone = max(0, self.computed - pool.layout.window + 1) // pool.page_size
+        slots = pool.window.kv_LJKSD.unflatten(3, (-1, pool.page_size))
         slots[:, :, :, [page for page in self.window_pages[:gone].tolist() if page >= 0]] = torch.nan
         self.window_pages[:gone] = -1
 

@@ -47,6 +47,17 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LATENT = SMALL | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "routed_scaling_factor": 1.8,
+}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -96,6 +107,29 @@ ON_A_CPU: dict[str, Callable[[], Any]] = {
         swiglu_limit=0.4,
         swiglu_alpha=1.1,
     ),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(
+        **LATENT, q_lora_rank=None, first_k_dense_replace=1, n_shared_experts=2
+    ),
+    "deepseek_v2-groups": lambda: transformers.DeepseekV2Config(
+        **LATENT,
+        q_lora_rank=28,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **LATENT,
+        q_lora_rank=28,
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
+    ),
+    "deepseek_v3-halves": lambda: transformers.DeepseekV3Config(
+        **LATENT, q_lora_rank=None, n_group=1, topk_group=1, norm_topk_prob=False, rope_interleave=False
+    ),
+    "glm4_moe_lite": lambda: transformers.Glm4MoeLiteConfig(**LATENT, q_lora_rank=28, rope_interleave=False),
     "qwen3_moe-window": lambda: transformers.Qwen3MoeConfig(
         **SMALL, **EXPERTS, decoder_sparse_step=2, use_sliding_window=True, sliding_window=20
     ),

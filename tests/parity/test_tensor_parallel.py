@@ -85,7 +85,7 @@ def _strengthen(settings: ModelSettings, directory: Path) -> None:
     from safetensors.torch import save_file
 
     from engine.models.config import parse_spec, read_config
-    from engine.models.weights import tensor_shapes
+    from engine.models.tensor_shapes import tensor_shapes
 
     generator = torch.Generator().manual_seed(5)
     shapes = tensor_shapes(parse_spec(read_config(Path(settings.path))))

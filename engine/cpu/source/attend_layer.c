@@ -33,18 +33,18 @@ API void kedge_attention_free(LayerAttention *attention) {
 
 static void work(void *argument, Team *team, int thread) {
     const Job *job = argument;
-    size_t kv_floats = (size_t)(job->heads.kv_heads * job->heads.head_dim);
-    size_t q_floats = (size_t)(job->heads.heads * job->heads.head_dim);
+    size_t kv_floats = (size_t)(job->heads.kv_heads * job->heads.head_dim), vectors = job->layer->values == job->layer->keys ? 1 : 2;
+    size_t q_floats = (size_t)job->heads.head_dim, out_floats = (size_t)job->heads.value_dim, heads = (size_t)job->heads.heads;
+    HeadRows q = {(float *)job->q, heads * q_floats, q_floats}, out = {job->out, heads * out_floats, out_floats};
     int first, end;
     team_share(team, thread, job->items->rows, &first, &end);
-    write_kv(job->items, job->heads, job->layer, job->kv, job->kv + kv_floats, 2 * kv_floats, first, end);
+    write_kv(job->items, job->heads, job->layer, job->kv, job->kv + kv_floats, vectors * kv_floats, first, end);
     team_meet(team);
-    attend(&job->attention->tiling, job->items, job->heads, job->layer, job->q, q_floats, job->out, q_floats,
-           job->attention->partials, team);
+    attend(&job->attention->tiling, job->items, job->heads, job->layer, q, out, job->attention->partials, team);
 }
 
 /* Writes `kv` [rows][2][kv_heads][head_dim] to the pool and attends with `q` [rows][heads][head_dim], already scaled;
-   `out` is like q. */
+   `out` is [rows][heads][value_dim]. Of latents `kv` has one vector in place of two. */
 API int kedge_attention_layer(LayerAttention *attention, Team *team, const Items *items, const Heads *heads,
                               const LayerKV *layer, const float *q, const float *kv, float *out) {
     Outcome outcome = tile_items(&attention->tiling, items, *heads, layer, team_size(team));

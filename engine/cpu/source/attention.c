@@ -4,7 +4,7 @@
 #include "key_scores.h"
 #include "places.h"
 
-#define LARGEST_HEAD 512
+#define LARGEST_HEAD 576
 #define NOTHING -1e30f /* larger than any masked score, smaller than any other */
 
 #if REGISTERS == 32
@@ -27,7 +27,7 @@ void write_kv(const Items *items, Heads heads, const LayerKV *layer, const float
                 size_t from = (size_t)row * row_stride + (size_t)(head * heads.head_dim);
                 size_t to = (size_t)head * (size_t)layer->head_stride + at;
                 memcpy(layer->keys + to, keys + from, head_bytes);
-                memcpy(layer->values + to, values + from, head_bytes);
+                if (layer->values != layer->keys) memcpy(layer->values + to, values + from, head_bytes);
             }
         }
     }
@@ -39,7 +39,7 @@ typedef struct {
     const Tile *tile;
     const Item *item;
     const float *keys, *values;
-    int head_dim, group, window, one_order;
+    int head_dim, value_dim, group, window, one_order;
     float most[FEW_ROWS], sum[FEW_ROWS];
     const float *q[FEW_ROWS];
     float *out[FEW_ROWS];
@@ -55,11 +55,12 @@ INLINE void fetch(const float *from, size_t floats) {
    fetched. */
 static void score_lanes(Few *few, const Block *block, int from) {
     int lead = block->token % KEYS, head_dim = few->head_dim;
+    int fetched = few->values == few->keys ? 0 : few->value_dim;
     const float *keys[LANES];
     for (int lane = 0; lane < LANES; lane++) {
         int key = least(most(from + lane - lead, 0), block->count - 1);
         keys[lane] = few->keys + block->at[key];
-        fetch(few->values + block->at[key], (size_t)head_dim);
+        fetch(few->values + block->at[key], (size_t)fetched);
     }
     if (!few->one_order) {
         for (int r = 0; r < few->tile->rows; r++) store(few->scores[r] + from, score_keys(few->q[r], keys, head_dim));
@@ -96,7 +97,7 @@ static void few_scores(Few *few, const Block *block) {
         few->most[r] = now;
         few->sum[r] = rounded(few->sum[r] * shrunk)[0] + total(sum);
         if (shrunk[0] != 1.0f)
-            for (int d = 0; d < few->head_dim; d += LANES) store(few->out[r] + d, rounded(load(few->out[r] + d) * shrunk));
+            for (int d = 0; d < few->value_dim; d += LANES) store(few->out[r] + d, rounded(load(few->out[r] + d) * shrunk));
     }
 }
 
@@ -122,9 +123,9 @@ INLINE void add_values(Few *few, const Block *block, const Block *next, int row,
 }
 
 static void few_values(Few *few, const Block *block, const Block *next) {
-    int rows = few->tile->rows, head_dim = few->head_dim, lead = block->token % KEYS, at = 0;
-    for (; at + LANES <= head_dim; ) {
-        int wide = at + WIDE * LANES <= head_dim ? WIDE : 1;
+    int rows = few->tile->rows, value_dim = few->value_dim, lead = block->token % KEYS, at = 0;
+    for (; at + LANES <= value_dim; ) {
+        int wide = at + WIDE * LANES <= value_dim ? WIDE : 1;
         for (int row = 0; row < rows;) {
             int left = rows - row;
             const Block *fetched = at == 0 && row == 0 ? next : NULL;
@@ -135,21 +136,25 @@ static void few_values(Few *few, const Block *block, const Block *next) {
         }
         at += wide * LANES;
     }
-    if (at < head_dim)
+    if (at < value_dim)
         for (int row = 0; row < rows; row++) {
             Floats sum = load(few->out[row] + at);
             for (int k = 0; k < block->count; k++)
-                sum += load_some(few->values + block->at[k] + at, head_dim - at) * few->scores[row][lead + k];
+                sum += load_some(few->values + block->at[k] + at, value_dim - at) * few->scores[row][lead + k];
             store(few->out[row] + at, sum);
         }
 }
 
+/* Where a part of a tile leaves what it found for a row: largest score, sum of powers, weighted values. */
+static float *part_of_row(const Tile *tile, Heads heads, float *partials, int row) {
+    return partials + tile->partial + (size_t)(tile->part * tile->rows + row) * ((size_t)PADDED(heads.value_dim) + 2);
+}
+
 /* Adds up what the parts of a tile have left. */
-static void join_parts(const Tile *tile, const Items *items, Heads heads, const float *partials, float *out,
-                       size_t out_stride) {
+static void join_parts(const Tile *tile, const Items *items, Heads heads, const float *partials, HeadRows out) {
     const Item *item = &items->items[tile->item];
-    int head_dim = heads.head_dim, group = heads.heads / heads.kv_heads;
-    size_t row_floats = (size_t)PADDED(head_dim) + 2;
+    int value_dim = heads.value_dim, group = heads.heads / heads.kv_heads;
+    size_t row_floats = (size_t)PADDED(value_dim) + 2;
     for (int r = 0; r < tile->rows; r++) {
         const float *first = partials + tile->partial + (size_t)r * row_floats;
         size_t part_floats = (size_t)tile->rows * row_floats;
@@ -157,34 +162,35 @@ static void join_parts(const Tile *tile, const Items *items, Heads heads, const 
         for (int part = 0; part < tile->parts; part++)
             highest = fmaxf(highest, first[(size_t)part * part_floats]);
         int row = item->row + (tile->row + r) / group;
-        float *to = out + (size_t)row * out_stride + (size_t)((tile->kv_head * group + (tile->row + r) % group) * head_dim);
+        float *to = head_of(out, row, tile->kv_head * group + (tile->row + r) % group);
         float joined[PADDED(LARGEST_HEAD)] = {0};
         for (int part = 0; part < tile->parts; part++) {
             const float *from = first + (size_t)part * part_floats;
             float weight = expf(from[0] - highest);
             sum += from[1] * weight;
-            for (int d = 0; d < head_dim; d += LANES) store(joined + d, load(joined + d) + load(from + 2 + d) * weight);
+            for (int d = 0; d < value_dim; d += LANES) store(joined + d, load(joined + d) + load(from + 2 + d) * weight);
         }
-        for (int d = 0; d < head_dim; d += LANES) store_some(to + d, load(joined + d) / sum, head_dim - d);
+        for (int d = 0; d < value_dim; d += LANES) store_some(to + d, load(joined + d) / sum, value_dim - d);
     }
 }
 
-static void attend_few(const Tile *tile, const Items *items, Heads heads, const LayerKV *layer, const float *q,
-                       size_t q_stride, float *out, size_t out_stride, float *partials) {
+static void attend_few(const Tile *tile, const Items *items, Heads heads, const LayerKV *layer, HeadRows q, HeadRows out,
+                       float *partials) {
     const Item *item = &items->items[tile->item];
     const int32_t *pages = pages_of(item, layer);
-    int group = heads.heads / heads.kv_heads, head_dim = heads.head_dim, page_size = items->page_size;
+    int group = heads.heads / heads.kv_heads, head_dim = heads.head_dim, value_dim = heads.value_dim;
+    int page_size = items->page_size;
     float found[FEW_ROWS][PADDED(LARGEST_HEAD)];
     size_t head_at = (size_t)tile->kv_head * (size_t)layer->head_stride;
     Few few = {.tile = tile, .item = item, .keys = layer->keys + head_at, .values = layer->values + head_at,
-               .head_dim = head_dim, .group = group, .window = layer->window, .one_order = items->deterministic};
+               .head_dim = head_dim, .value_dim = value_dim, .group = group, .window = layer->window, .one_order = items->deterministic};
     for (int r = 0; r < tile->rows; r++) {
         int row = item->row + (tile->row + r) / group, head = tile->kv_head * group + (tile->row + r) % group;
-        few.q[r] = q + (size_t)row * q_stride + (size_t)(head * head_dim);
+        few.q[r] = head_of(q, row, head);
         few.out[r] = found[r];
         few.most[r] = NOTHING;
         if (layer->sinks != NULL && tile->part == 0) few.most[r] = fmaxf(layer->sinks[head], NOTHING), few.sum[r] = 1;
-        memset(found[r], 0, (size_t)PADDED(head_dim) * sizeof(float));
+        memset(found[r], 0, (size_t)PADDED(value_dim) * sizeof(float));
     }
     Block blocks[2], *block = &blocks[0], *next = &blocks[1];
     find_block(block, pages, page_size, head_dim, tile->first, tile->end);
@@ -198,19 +204,17 @@ static void attend_few(const Tile *tile, const Items *items, Heads heads, const 
     if (tile->parts == 1) {
         for (int r = 0; r < tile->rows; r++) {
             int row = item->row + (tile->row + r) / group, head = tile->kv_head * group + (tile->row + r) % group;
-            float *to = out + (size_t)row * out_stride + (size_t)(head * head_dim);
-            for (int d = 0; d < head_dim; d += LANES)
-                store_some(to + d, load(found[r] + d) / few.sum[r], head_dim - d);
+            float *to = head_of(out, row, head);
+            for (int d = 0; d < value_dim; d += LANES)
+                store_some(to + d, load(found[r] + d) / few.sum[r], value_dim - d);
         }
         return;
     }
-    size_t row_floats = (size_t)PADDED(head_dim) + 2;
-    float *mine = partials + tile->partial + (size_t)(tile->part * tile->rows) * row_floats;
     for (int r = 0; r < tile->rows; r++) {
-        float *to = mine + (size_t)r * row_floats;
+        float *to = part_of_row(tile, heads, partials, r);
         to[0] = few.most[r];
         to[1] = few.sum[r];
-        memcpy(to + 2, found[r], (size_t)PADDED(head_dim) * sizeof(float));
+        memcpy(to + 2, found[r], (size_t)PADDED(value_dim) * sizeof(float));
     }
 }
 
@@ -236,7 +240,8 @@ INLINE void score_some(Lanes *lanes, const float *keys, int head_dim, const Bloc
 /* A function of its own, or not all pointers to keys are held in registers. Meanwhile the keys' values are fetched. */
 static __attribute__((noinline)) void lane_scores(Lanes *lanes, const float *keys, const float *values, int head_dim,
                                                   const Block *block) {
-    for (int k = 0; k < block->count; k++) fetch(values + block->at[k], (size_t)head_dim);
+    if (values != keys)
+        for (int k = 0; k < block->count; k++) fetch(values + block->at[k], (size_t)head_dim);
     int key = 0;
     for (; key + 8 <= block->count; key += 8) score_some(lanes, keys, head_dim, block, key, 8);
     for (; key < block->count; key++) score_some(lanes, keys, head_dim, block, key, 1);
@@ -268,25 +273,26 @@ static Floats lane_powers(Lanes *lanes, const Block *block, Floats now) {
     return sum;
 }
 
-static void attend_lanes(const Tile *tile, const Items *items, Heads heads, const LayerKV *layer, const float *q,
-                         size_t q_stride, float *out, size_t out_stride, Lanes *lanes) {
+static void attend_lanes(const Tile *tile, const Items *items, Heads heads, const LayerKV *layer, HeadRows q,
+                         HeadRows out, float *partials, Lanes *lanes) {
     const Item *item = &items->items[tile->item];
     const int32_t *pages = pages_of(item, layer);
-    int group = heads.heads / heads.kv_heads, head_dim = heads.head_dim, history = item->length - item->queries;
+    int group = heads.heads / heads.kv_heads, head_dim = heads.head_dim, value_dim = heads.value_dim;
+    int history = item->length - item->queries, has_sinks = layer->sinks != NULL && tile->part == 0;
     float *rows_out[LANES];
     Ints first_keys, last_keys;
-    Floats highest = every(NOTHING), sum = every(layer->sinks != NULL);
+    Floats highest = every(NOTHING), sum = every(has_sinks);
     for (int r = 0; r < LANES; r++) {
         int at = tile->row + least(r, tile->rows - 1), head = tile->kv_head * group + at % group;
         int row = item->row + at / group, position = history + at / group;
-        const float *from = q + (size_t)row * q_stride + (size_t)(head * head_dim);
+        const float *from = head_of(q, row, head);
         for (int d = 0; d < head_dim; d++) lanes->q[d * LANES + r] = from[d];
-        if (layer->sinks != NULL) highest[r] = fmaxf(layer->sinks[head], NOTHING);
-        rows_out[r] = out + (size_t)row * out_stride + (size_t)(head * head_dim);
+        if (has_sinks) highest[r] = fmaxf(layer->sinks[head], NOTHING);
+        rows_out[r] = head_of(out, row, head);
         first_keys[r] = first_key(layer->window, position);
         last_keys[r] = position;
     }
-    memset(lanes->out, 0, (size_t)head_dim * LANES * sizeof(float));
+    memset(lanes->out, 0, (size_t)value_dim * LANES * sizeof(float));
     Block block;
     size_t head_at = (size_t)tile->kv_head * (size_t)layer->head_stride;
     const float *keys = layer->keys + head_at, *values = layer->values + head_at;
@@ -305,19 +311,29 @@ static void attend_lanes(const Tile *tile, const Items *items, Heads heads, cons
         highest = now;
         sum = rounded(sum * shrunk) + lane_powers(lanes, &block, now);
         int d = 0;
-        for (; d + LANE_SUMS <= head_dim; d += LANE_SUMS) lane_values(lanes, values, &block, shrunk, d, LANE_SUMS);
-        for (; d < head_dim; d++) lane_values(lanes, values, &block, shrunk, d, 1);
+        for (; d + LANE_SUMS <= value_dim; d += LANE_SUMS) lane_values(lanes, values, &block, shrunk, d, LANE_SUMS);
+        for (; d < value_dim; d++) lane_values(lanes, values, &block, shrunk, d, 1);
     }
-    for (int d = 0; d < head_dim; d++) {
-        Floats value = load(lanes->out + d * LANES) / sum;
-        for (int r = 0; r < tile->rows; r++) rows_out[r][d] = value[r];
+    if (tile->parts == 1) {
+        for (int d = 0; d < value_dim; d++) {
+            Floats value = load(lanes->out + d * LANES) / sum;
+            for (int r = 0; r < tile->rows; r++) rows_out[r][d] = value[r];
+        }
+        return;
+    }
+    for (int r = 0; r < tile->rows; r++) {
+        float *to = part_of_row(tile, heads, partials, r);
+        to[0] = highest[r];
+        to[1] = sum[r];
+        for (int d = 0; d < value_dim; d++) to[2 + d] = lanes->out[d * LANES + r];
+        for (int d = value_dim; d < PADDED(value_dim); d++) to[2 + d] = 0;
     }
 }
 
 #endif
 
-void attend(const Tiling *tiling, const Items *items, Heads heads, const LayerKV *layer, const float *q, size_t q_stride,
-            float *out, size_t out_stride, float *partials, Team *team) {
+void attend(const Tiling *tiling, const Items *items, Heads heads, const LayerKV *layer, HeadRows q, HeadRows out,
+            float *partials, Team *team) {
 #if LANES > FEW_ROWS
     Lanes lanes;
 #endif
@@ -325,16 +341,16 @@ void attend(const Tiling *tiling, const Items *items, Heads heads, const LayerKV
         const Tile *tile = &tiling->tiles[next];
 #if LANES > FEW_ROWS
         if (tile->rows > FEW_ROWS) {
-            attend_lanes(tile, items, heads, layer, q, q_stride, out, out_stride, &lanes);
+            attend_lanes(tile, items, heads, layer, q, out, partials, &lanes);
             continue;
         }
 #endif
-        attend_few(tile, items, heads, layer, q, q_stride, out, out_stride, partials);
+        attend_few(tile, items, heads, layer, q, out, partials);
     }
     if (tiling->partial_floats == 0) return;
     team_meet(team);
     for (int64_t next = team_next(team); next < tiling->count; next = team_next(team)) {
         const Tile *tile = &tiling->tiles[next];
-        if (tile->parts > 1 && tile->part == 0) join_parts(tile, items, heads, partials, out, out_stride);
+        if (tile->parts > 1 && tile->part == 0) join_parts(tile, items, heads, partials, out);
     }
 }

@@ -37,7 +37,8 @@ typedef struct {
     int32_t count, rows, page_size, deterministic;
 } Items;
 
-/* One layer's keys and values: head h of slot s is at keys + h * head_stride + s * head_dim, and likewise values. A
+/* One layer's keys and values: head h of slot s is at keys + h * head_stride + s * head_dim, and likewise values. Where
+   `values` is `keys` a value is the first floats of its key, which is written alone. A
    query sees the last `window` tokens up to its own, all if that is 0. `num_pages` is the pool's. `sinks` has a score
    for each head, which takes part in the softmax without a value; or it is NULL. */
 typedef struct {
@@ -47,9 +48,20 @@ typedef struct {
     int32_t in_window_pool, window, num_pages;
 } LayerKV;
 
+/* A value has `value_dim` floats, at most head_dim. */
 typedef struct {
-    int32_t heads, kv_heads, head_dim;
+    int32_t heads, kv_heads, head_dim, value_dim;
 } Heads;
+
+/* Head h of row r is at `at` + r * row_stride + h * head_stride. */
+typedef struct {
+    float *at;
+    size_t row_stride, head_stride;
+} HeadRows;
+
+static inline float *head_of(HeadRows rows, int row, int head) {
+    return rows.at + (size_t)row * rows.row_stride + (size_t)head * rows.head_stride;
+}
 
 /* Rows of one key head that are computed together: row r is query r / group of the item, head r % group of the group.
    They see keys `first` .. `end`-1, some of them masked. If the keys are split among `parts` tiles, each leaves its sums,
@@ -72,14 +84,14 @@ Outcome tile_items(Tiling *tiling, const Items *items, Heads heads, const LayerK
 
 void tiling_free(Tiling *tiling);
 
-/* Writes rows first .. end-1 of keys and values, [row][kv_heads][head_dim] at row_stride floats, to the pool. */
+/* Writes rows first .. end-1 of keys and values, [row][kv_heads][head_dim] at row_stride floats, to the pool. Without
+   values in the pool `values` is not read. */
 void write_kv(const Items *items, Heads heads, const LayerKV *layer, const float *keys, const float *values,
               size_t row_stride, int first, int end);
 
 /* Called by every thread of a team that has met since the queries (already scaled) and the pool were written, and must
-   meet before `out` is read. A row's heads are one after another, rows q_stride and out_stride floats apart. `partials` has
-   room for the tiling's partial_floats. */
-void attend(const Tiling *tiling, const Items *items, Heads heads, const LayerKV *layer, const float *q, size_t q_stride,
-            float *out, size_t out_stride, float *partials, Team *team);
+   meet before `out` is read. `partials` has room for the tiling's partial_floats. */
+void attend(const Tiling *tiling, const Items *items, Heads heads, const LayerKV *layer, HeadRows q, HeadRows out,
+            float *partials, Team *team);
 
 #endif

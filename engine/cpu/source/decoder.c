@@ -5,8 +5,10 @@
 #include "adapters.h"
 #include "attention.h"
 #include "experts.h"
+#include "latents.h"
 #include "memory.h"
 #include "product.h"
+#include "row_ops.h"
 #include "team.h"
 
 #include <stdlib.h>
@@ -17,14 +19,16 @@
 #define MOST_WINDOWS 8
 
 /* Shared with engine/cpu/library.py. `head_norm` has head_dim weights for each query and key head, or is NULL. A layer
-   has either `gate_up` and `down` or `experts`; the others are NULL. */
+   has `gate_up` and `down`, or `experts`, or both, whose results are added; what it has not is NULL. With `latents` qkv is
+   the product before them. */
 typedef struct {
     const float *attention_norm, *mlp_norm, *head_norm;
     const Matrix *qkv, *out, *gate_up, *down;
     const Experts *experts;
+    const Latents *latents;
 } Layer;
 
-/* `rotations` has cosine and sine of each rotary pair, head_dim floats for each of num_positions. */
+/* `rotations` has cosine and sine of each rotary pair of a head, for each of num_positions. */
 typedef struct {
     const Layer *layers;
     const float *rotations, *final_norm;
@@ -55,26 +59,6 @@ static int reserve(Memory *memory, size_t bytes) {
     return memory->at != NULL;
 }
 
-/* x / sqrt(mean(x^2) + eps) * weights, which may be where x is. */
-static void normalise(const float *x, const float *weights, int size, float eps, float *to) {
-    Floats squares = {0};
-    for (int i = 0; i < size; i += LANES) {
-        Floats part = load_some(x + i, size - i);
-        squares += part * part;
-    }
-    float scale = 1.0f / sqrtf(total(squares) / (float)size + eps);
-    for (int i = 0; i < size; i += LANES)
-        store_some(to + i, load_some(x + i, size - i) * scale * load_some(weights + i, size - i), size - i);
-}
-
-static void rotate(float *head, const float *rotation, int head_dim, float scale) {
-    for (int i = 0; i < head_dim; i += 2) {
-        float a = head[i], b = head[i + 1], cosine = rotation[i] * scale, sine = rotation[i + 1] * scale;
-        head[i] = a * cosine - b * sine;
-        head[i + 1] = a * sine + b * cosine;
-    }
-}
-
 typedef struct {
     const Model *model;
     const Items *items;
@@ -84,7 +68,7 @@ typedef struct {
     const Adapters *adapters; /* NULL if no row has one */
     int rows, x_width, qkv_width, heads_width, inner_width;
     float *given, *x, *normed, *qkv, *attended, *inner, *partials;
-    void *scratch, *experts;
+    void *scratch, *experts, *latents;
     UpdateRoom updates;
 } Step;
 
@@ -129,28 +113,48 @@ static void multiply_updated(const Step *step, int layer, int target, const Matr
 
 static void run_mlp(const Step *step, int index, Team *team, int thread) {
     const Layer *layer = &step->model->layers[index];
-    if (layer->experts != NULL) {
+    if (layer->experts != NULL)
         add_experts(layer->experts, step->rows, step->normed, step->x, step->x_width, step->experts, step->scratch, team,
                     thread);
-        return;
-    }
+    if (layer->gate_up == NULL) return;
     multiply_updated(step, index, GATE_UP, layer->gate_up, step->normed, step->x_width, step->inner, step->inner_width,
                      GATED, team, thread);
     multiply_updated(step, index, DOWN, layer->down, step->inner, step->inner_width, step->x, step->x_width, ADD, team,
                      thread);
 }
 
-static void run_layer(const Step *step, int index, Team *team, int thread) {
+static void attend_heads(const Step *step, int index, Team *team, int thread) {
     const Model *model = step->model;
-    const Layer *layer = &model->layers[index];
     const LayerKV *kv = &step->kv[index];
+    size_t dim = (size_t)model->heads.head_dim;
+    HeadRows q = {step->qkv, (size_t)step->qkv_width, dim}, out = {step->attended, (size_t)step->heads_width, dim};
+    turn_heads(step, &model->layers[index], kv, team, thread);
+    attend(step->tilings[index], step->items, model->heads, kv, q, out, step->partials, team);
+    team_meet(team);
+}
+
+static void attend_latents(const Step *step, int index, Team *team, int thread) {
+    const Model *model = step->model;
+    const Latents *latents = model->layers[index].latents;
+    const LayerKV *kv = &step->kv[index];
+    LatentRoom room;
+    latents_lay_out(latents, model->heads.heads, step->rows, step->latents, &room);
+    make_latent_queries(latents, step->items, model->heads, kv, step->qkv, step->qkv_width, step->positions,
+                        model->rotations, &room, step->scratch, team, thread);
+    attend(step->tilings[index], step->items, model->heads, kv, latent_queries(latents, step->rows, &room),
+           latents_found(latents, step->rows, &room), step->partials, team);
+    team_meet(team);
+    make_latent_values(latents, model->heads.heads, step->rows, &room, step->attended, step->heads_width, step->scratch,
+                       team, thread);
+}
+
+static void run_layer(const Step *step, int index, Team *team, int thread) {
+    const Layer *layer = &step->model->layers[index];
     norm_rows(step, layer->attention_norm, team, thread);
     multiply_updated(step, index, QKV, layer->qkv, step->normed, step->x_width, step->qkv, step->qkv_width, STORE, team,
                      thread);
-    turn_heads(step, layer, kv, team, thread);
-    attend(step->tilings[index], step->items, model->heads, kv, step->qkv, (size_t)step->qkv_width, step->attended,
-           (size_t)step->heads_width, step->partials, team);
-    team_meet(team);
+    if (layer->latents != NULL) attend_latents(step, index, team, thread);
+    else attend_heads(step, index, team, thread);
     multiply_updated(step, index, OUT, layer->out, step->attended, step->heads_width, step->x, step->x_width, ADD, team,
                      thread);
     norm_rows(step, layer->mlp_norm, team, thread);
@@ -212,7 +216,7 @@ static size_t larger_of(size_t one, size_t other) { return one > other ? one : o
 
 /* What the layers need beside what every layer has, in floats: the most of any. */
 typedef struct {
-    size_t scratch, inner_width, experts, update_room;
+    size_t scratch, inner_width, experts, latents, update_room;
 } Needs;
 
 static Needs needs_of(const Model *model, int rows, int x_width, int threads) {
@@ -223,7 +227,14 @@ static Needs needs_of(const Model *model, int rows, int x_width, int threads) {
         if (layer->experts != NULL) {
             scratch = larger_of(scratch, experts_scratch(layer->experts, rows, threads));
             needs.experts = larger_of(needs.experts, experts_room(layer->experts, rows, x_width) / sizeof(float));
-        } else {
+        }
+        if (layer->latents != NULL) {
+            LatentRoom room;
+            size_t bytes = latents_lay_out(layer->latents, model->heads.heads, rows, NULL, &room);
+            scratch = larger_of(scratch, latents_scratch(layer->latents, model->heads.heads, rows, threads));
+            needs.latents = larger_of(needs.latents, bytes / sizeof(float));
+        }
+        if (layer->gate_up != NULL) {
             scratch = larger_of(scratch, product_scratch(layer->gate_up, rows, threads));
             scratch = larger_of(scratch, product_scratch(layer->down, rows, threads));
             needs.inner_width = larger_of(needs.inner_width, (size_t)product_width(layer->gate_up));
@@ -252,6 +263,7 @@ static size_t lay_out(Step *step, char *base, Needs needs, size_t partials) {
     step->inner = take(base, &used, rows * (size_t)step->inner_width);
     step->scratch = take(base, &used, needs.scratch);
     step->experts = take(base, &used, needs.experts);
+    step->latents = take(base, &used, needs.latents);
     step->updates.inner = take(base, &used, rows * (size_t)step->updates.width);
     step->updates.room = take(base, &used, needs.update_room);
     step->partials = take(base, &used, partials);
@@ -278,7 +290,7 @@ API int kedge_decoder_step(Decoder *decoder, Team *team, const Items *items, con
     Step step = {.model = model, .items = items, .kv = kv, .positions = positions, .tilings = tilings,
                  .adapters = adapters, .rows = items->rows, .x_width = product_width(layer->out),
                  .qkv_width = product_width(layer->qkv),
-                 .heads_width = PADDED(model->heads.heads * model->heads.head_dim), .given = x};
+                 .heads_width = PADDED(layer->out->inputs), .given = x};
     Needs needs = needs_of(model, step.rows, step.x_width, team_size(team));
     step.inner_width = (int)needs.inner_width;
     if (adapters != NULL) {

@@ -10,7 +10,8 @@
 
 /* Legend: M = rows * top_k. */
 typedef struct {
-    float *scores;   /* [rows][width of the router] */
+    float *scores;   /* [rows][width of the router], of which the first `count` count */
+    float *choice;   /* like scores: what experts are chosen by */
     float *weights;  /* [M] */
     int32_t *chosen; /* [M]: experts, by row */
     int32_t *place;  /* [M]: where that row stands in the order of experts */
@@ -28,6 +29,7 @@ static int rows_at_a_time(const Experts *experts, int rows) {
 static size_t lay_out(const Experts *experts, int rows, int width, char *base, Room *room) {
     size_t used = 0, many = (size_t)rows * (size_t)experts->top_k;
     room->scores = take(base, &used, (size_t)rows * (size_t)product_width(experts->router));
+    room->choice = take(base, &used, (size_t)rows * (size_t)product_width(experts->router));
     room->weights = take(base, &used, many);
     room->chosen = take(base, &used, many);
     room->place = take(base, &used, many);
@@ -63,23 +65,68 @@ static float sum_of_powers(const float *scores, int count, float highest) {
     return total(sums);
 }
 
-/* The softmax of the highest scores; of equal ones the first. */
-static void choose_experts(const Experts *experts, const float *scores, int32_t *chosen, float *weights) {
-    for (int k = 0; k < experts->top_k; k++) {
-        int best = -1;
-        for (int expert = 0; expert < experts->count; expert++) {
-            if (best >= 0 && !(scores[expert] > scores[best])) continue;
-            int taken = 0;
-            for (int before = 0; before < k; before++) taken |= chosen[before] == expert;
-            if (!taken) best = expert;
-        }
-        chosen[k] = best;
-        weights[k] = scores[best];
+/* Where the highest of `count` values is; of equal ones the first. `taken` are not looked at, `many` of them, fewer than
+   `count`. */
+static int highest_of(const float *values, int count, const int32_t *taken, int many) {
+    int best = -1;
+    for (int i = 0; i < count; i++) {
+        if (best >= 0 && !(values[i] > values[best])) continue;
+        int is_taken = 0;
+        for (int before = 0; before < many; before++) is_taken |= taken[before] == i;
+        if (!is_taken) best = i;
     }
-    float highest = weights[0];
-    float sum = experts->norm_topk ? sum_of_powers(weights, experts->top_k, highest)
-                                   : sum_of_powers(scores, experts->count, highest);
-    for (int k = 0; k < experts->top_k; k++) weights[k] = exponential(every(weights[k] - highest))[0] / sum;
+    return best;
+}
+
+/* Gives experts of all but the best groups the lowest choice. */
+static void close_groups(const Experts *experts, float *choice) {
+    int size = experts->count / experts->groups;
+    float goodness[experts->groups];
+    int32_t open[experts->top_groups], first;
+    for (int group = 0; group < experts->groups; group++) {
+        const float *of_group = choice + group * size;
+        first = highest_of(of_group, size, NULL, 0);
+        goodness[group] = of_group[first];
+        if (experts->sigmoid) goodness[group] += of_group[highest_of(of_group, size, &first, 1)];
+    }
+    for (int k = 0; k < experts->top_groups; k++) open[k] = highest_of(goodness, experts->groups, open, k);
+    for (int group = 0; group < experts->groups; group++) {
+        int is_open = 0;
+        for (int k = 0; k < experts->top_groups; k++) is_open |= open[k] == group;
+        if (!is_open)
+            for (int i = 0; i < size; i++) choice[group * size + i] = -INFINITY;
+    }
+}
+
+/* The weights of the chosen experts, of which they have the scores. */
+static void weigh(const Experts *experts, const float *scores, float *weights) {
+    float sum = 1;
+    if (experts->sigmoid) {
+        if (experts->norm_topk) sum = 1e-20f;
+        for (int k = 0; k < experts->top_k && experts->norm_topk; k++) sum += weights[k];
+    } else {
+        float highest = weights[0]; /* of all scores: the first chosen is the best of the best group */
+        sum = experts->norm_topk ? sum_of_powers(weights, experts->top_k, highest)
+                                 : sum_of_powers(scores, experts->count, highest);
+        for (int k = 0; k < experts->top_k; k++) weights[k] = exponential(every(weights[k] - highest))[0];
+    }
+    for (int k = 0; k < experts->top_k; k++) weights[k] = weights[k] / sum * experts->factor;
+}
+
+/* Leaves the scores as they are, or their sigmoids in place of them. */
+static void choose_experts(const Experts *experts, float *scores, float *choice, int32_t *chosen, float *weights) {
+    for (int i = 0; i < experts->count; i += LANES) {
+        int left = experts->count - i;
+        Floats score = load_some(scores + i, left);
+        if (experts->sigmoid) store_some(scores + i, score = 1.0f / (1.0f + exponential(-score)), left);
+        store_some(choice + i, experts->correction == NULL ? score : score + load_some(experts->correction + i, left), left);
+    }
+    if (experts->groups > 1) close_groups(experts, choice);
+    for (int k = 0; k < experts->top_k; k++) {
+        chosen[k] = highest_of(choice, experts->count, chosen, k);
+        weights[k] = scores[chosen[k]];
+    }
+    weigh(experts, scores, weights);
 }
 
 /* Counts each expert's rows, and gives every row a place among them. */
@@ -124,7 +171,8 @@ static void add_some(const Experts *experts, int rows, const float *normed, floa
     team_meet(team);
     team_share(team, thread, rows, &begin, &end);
     for (int row = begin; row < end; row++)
-        choose_experts(experts, room->scores + (size_t)row * (size_t)scores_width, room->chosen + row * experts->top_k,
+        choose_experts(experts, room->scores + (size_t)row * (size_t)scores_width,
+                       room->choice + (size_t)row * (size_t)scores_width, room->chosen + row * experts->top_k,
                        room->weights + row * experts->top_k);
     team_meet(team);
     if (thread == 0) order(experts, rows, room);

@@ -7,11 +7,16 @@
 
 #include <stddef.h>
 
-/* `gate_up`, paired, and `down` are by expert. With `norm_topk` the weights of a row's `top_k` experts sum to one. The
-   struct is shared with engine/cpu/library.py. */
+/* `gate_up`, paired, and `down` are by expert. A row has the `top_k` experts with the highest scores, and their weights
+   are the softmax of the scores. With `sigmoid` they are the scores' sigmoids, and `correction`, one for each expert, is
+   added for the choice alone. With `norm_topk` the weights of a row's experts sum to one. They are multiplied by
+   `factor`. Of `groups`, experts one after another, the best `top_groups` are chosen from: a group is as good as its best
+   expert, or with `sigmoid` its best two together. The struct is shared with engine/cpu/library.py. */
 typedef struct {
     const Matrix *router, *gate_up, *down;
-    int32_t count, top_k, norm_topk;
+    const float *correction;
+    int32_t count, top_k, norm_topk, sigmoid, groups, top_groups;
+    float factor;
 } Experts;
 
 /* What add_experts() needs for so many rows beside its arguments, in bytes: for itself, and for its products. */

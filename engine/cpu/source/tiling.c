@@ -7,8 +7,10 @@
 
 #include <stdlib.h>
 
-/* A few rows' keys are split into parts of so many for threads to share. */
+/* A few rows' keys are split into parts of so many for threads to share. More rows are split into as many parts as
+   leave each thread some tiles. */
 #define PART_KEYS 256
+#define TILES_EACH 4
 
 void tiling_free(Tiling *tiling) {
     free(tiling->tiles);
@@ -26,9 +28,10 @@ static Tile *one_more(Tiling *tiling) {
     return &tiling->tiles[tiling->count++];
 }
 
-static int parts_of(const Items *items, int rows, int first, int end, int threads) {
-    if (threads == 1 || rows > FEW_ROWS || items->deterministic) return 1;
-    return most(1, (end - first) / PART_KEYS);
+static int parts_of(const Items *items, int rows, int tiles, int keys, int threads) {
+    if (threads == 1 || items->deterministic) return 1;
+    int parts = most(1, keys / PART_KEYS);
+    return rows <= FEW_ROWS ? parts : least(parts, most(1, TILES_EACH * threads / tiles));
 }
 
 /* Whether rows come one item after another, and pages of what the layer reads or writes are in the table and the pool. */
@@ -56,13 +59,13 @@ Outcome tile_items(Tiling *tiling, const Items *items, Heads heads, const LayerK
     for (int index = 0; index < items->count; index++) {
         const Item *item = &items->items[index];
         int rows = item->queries * group, history = item->length - item->queries;
-        int height = rows <= FEW_ROWS ? rows : LANES;
+        int height = rows <= FEW_ROWS ? rows : LANES, tiles = heads.kv_heads * ((rows + height - 1) / height);
         for (int kv_head = 0; kv_head < heads.kv_heads; kv_head++)
             for (int row = 0; row < rows; row += height) {
                 int count = least(height, rows - row);
                 int first = first_key(layer->window, history + row / group);
                 int end = history + (row + count - 1) / group + 1;
-                int parts = parts_of(items, rows, first, end, threads);
+                int parts = parts_of(items, rows, tiles, end - first, threads);
                 for (int part = 0; part < parts; part++) {
                     Tile *tile = one_more(tiling);
                     if (tile == NULL) return NO_MEMORY;
@@ -71,7 +74,7 @@ Outcome tile_items(Tiling *tiling, const Items *items, Heads heads, const LayerK
                     tile->first = first + (int)((int64_t)(end - first) * part / parts);
                     tile->end = first + (int)((int64_t)(end - first) * (part + 1) / parts);
                 }
-                if (parts > 1) tiling->partial_floats += (int64_t)parts * count * (PADDED(heads.head_dim) + 2);
+                if (parts > 1) tiling->partial_floats += (int64_t)parts * count * (PADDED(heads.value_dim) + 2);
             }
     }
     return DONE;

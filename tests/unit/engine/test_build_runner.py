@@ -107,7 +107,7 @@ def test_a_runner_s_memory_goes_with_its_last_reference(loaded: LoadedModel) -> 
     try:
         runner = build_runner(loaded, CacheSettings(4, 4))
         runner.close()
-        pool = weakref.ref(runner._pool.full.kv_L2KSD)  # type: ignore[attr-defined]
+        pool = weakref.ref(runner._pool.full.kv_LJKSD)  # type: ignore[attr-defined]
         del runner
         assert pool() is None
     finally:

@@ -83,7 +83,7 @@ class Scene:
         )
         for paged in (pool.full, pool.window):
             assert paged is not None
-            paged.kv_L2KSD.fill_(torch.nan)
+            paged.kv_LJKSD.fill_(torch.nan)
         return pool
 
     def fill_history(self, pool: KVPool, backend: AttentionBackend, kv: Tensor, lengths: list[int]) -> None:
@@ -101,7 +101,7 @@ class Scene:
             gone = max(0, length - query - WIDE + 1) // self.page_size
             for page in table[:gone].tolist():
                 if page >= 0:
-                    pool.window.kv_L2KSD[:, :, :, page * self.page_size : (page + 1) * self.page_size] = (
+                    pool.window.kv_LJKSD[:, :, :, page * self.page_size : (page + 1) * self.page_size] = (
                         torch.nan
                     )
 

@@ -33,8 +33,8 @@ class ReferenceStep:
         self._items = items
         self._slots_PN = slots_PN
 
-    def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
-        self.write(layer, kv_N2KD)
+    def __call__(self, layer: int, q_NHD: Tensor, kv_NJKD: Tensor, traits: LayerTraits) -> Tensor:
+        self.write(layer, kv_NJKD)
         windowed = self._pool.places[layer][0] is self._pool.window
         rows, row = [], 0
         for item in self._items:
@@ -45,16 +45,16 @@ class ReferenceStep:
                 row += 1
         return torch.stack(rows).view(len(q_NHD), -1).to(q_NHD.dtype)
 
-    def write(self, layer: int, kv_N2KD: Tensor) -> None:
+    def write(self, layer: int, kv_NJKD: Tensor) -> None:
         windowed = self._pool.places[layer][0] is self._pool.window
         for row, slot in enumerate(self._slots_PN[int(windowed)].tolist()):
             if slot >= 0:
-                self._write(layer, slot, kv_N2KD[row])
+                self._write(layer, slot, kv_NJKD[row])
 
     def _write(self, layer: int, slot: int, kv_2KD: Tensor) -> None:
         paged, place = self._pool.places[layer]
-        pool_2KD = paged.kv_L2KSD[place, :, :, slot]
-        if paged.scales_L2KS is None:
+        pool_2KD = paged.kv_LJKSD[place, :, :, slot]
+        if paged.scales_LJKS is None:
             pool_2KD.copy_(kv_2KD)
             return
         kv_2KD = kv_2KD.float()
@@ -64,15 +64,15 @@ class ReferenceStep:
         )  # a GPU divides inexactly by a number
         scales_2K[scales_2K == 0] = 1
         pool_2KD.copy_((kv_2KD / scales_2K[..., None]).clamp(-FP8_LARGEST, FP8_LARGEST))
-        paged.scales_L2KS[place, :, :, slot] = scales_2K
+        paged.scales_LJKS[place, :, :, slot] = scales_2K
 
     def _read(self, layer: int, slots: list[int]) -> Tensor:
         """The keys and values of these slots: [T, 2, K, D] in float64."""
         paged, place = self._pool.places[layer]
-        kv_T2KD = paged.layer(place).view(_bits(paged.kv_L2KSD.dtype))[slots].view(paged.kv_L2KSD.dtype)
-        if paged.scales_L2KS is None:
+        kv_T2KD = paged.layer(place).view(_bits(paged.kv_LJKSD.dtype))[slots].view(paged.kv_LJKSD.dtype)
+        if paged.scales_LJKS is None:
             return kv_T2KD.double()
-        return kv_T2KD.double() * paged.scales_L2KS[place][:, :, slots].permute(2, 0, 1)[..., None].double()
+        return kv_T2KD.double() * paged.scales_LJKS[place][:, :, slots].permute(2, 0, 1)[..., None].double()
 
     def _visible_slots(
         self, item: AttentionItem, position: int, windowed: bool, window: int | None

@@ -162,9 +162,9 @@ def make_stage(shape: Shape, seed: int) -> Stage:
     rows = sum(new for new, _ in histories)
     if rows:
         step = ReferenceAttention(pool).begin(past, slots_of(past, shape))
-        kv_N2KD = random_rows(rows, 2, shape.kv_heads, shape.dim).to(DEVICE)
+        kv_NJKD = random_rows(rows, 2, shape.kv_heads, shape.dim).to(DEVICE)
         for layer in range(len(windows)):
-            step.write(layer, kv_N2KD)
+            step.write(layer, kv_NJKD)
     if shape.window is not None:
         _forget(pool, tables[1], histories, shape, each)
     now = items(shape.items, True)
@@ -199,9 +199,9 @@ def slots_of(items: Sequence[AttentionItem], shape: Shape) -> list[Tensor]:
 def _poison(pool: KVPool) -> None:
     for paged in (pool.full, pool.window):
         if paged is not None:
-            _fill(paged.kv_L2KSD)
-            if paged.scales_L2KS is not None:
-                paged.scales_L2KS.fill_(torch.nan)
+            _fill(paged.kv_LJKSD)
+            if paged.scales_LJKS is not None:
+                paged.scales_LJKS.fill_(torch.nan)
 
 
 def _fill(part: Tensor) -> None:
@@ -224,6 +224,6 @@ def _forget(
                 int(table[index * each + token // shape.page_size]) * shape.page_size
                 + token % shape.page_size
             )
-            _fill(pool.window.kv_L2KSD[:, :, :, slot])
-            if pool.window.scales_L2KS is not None:
-                pool.window.scales_L2KS[:, :, :, slot] = torch.nan
+            _fill(pool.window.kv_LJKSD[:, :, :, slot])
+            if pool.window.scales_LJKS is not None:
+                pool.window.scales_LJKS[:, :, :, slot] = torch.nan

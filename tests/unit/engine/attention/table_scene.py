@@ -111,13 +111,13 @@ class TableScene:
     ) -> Callable[[int, Tensor], Tensor]:
         step = backend.plan(tables_of(items, slots_PN, self.device))
         q_NHD = torch.zeros(len(slots_PN[0]), self.heads, self.dim, dtype=self.dtype, device=self.device)
-        return lambda layer, kv_N2KD: step(layer, q_NHD, kv_N2KD, LayerTraits(1.0))
+        return lambda layer, kv_NJKD: step(layer, q_NHD, kv_NJKD, LayerTraits(1.0))
 
     def _pass(self, step: AttentionStep, traits: Sequence[LayerTraits], padding: Padding) -> list[Tensor]:
         rows, outputs = sum(self.queries), []
         for layer, each in enumerate(traits):
-            q_NHD, kv_N2KD = (_pad_rows(part, padding.rows) for part in self._draw(layer))
-            out_NA = step(layer, q_NHD, kv_N2KD, each)
+            q_NHD, kv_NJKD = (_pad_rows(part, padding.rows) for part in self._draw(layer))
+            out_NA = step(layer, q_NHD, kv_NJKD, each)
             assert out_NA.shape == (rows + padding.rows, self.heads * self.dim)
             outputs.append(out_NA[:rows])
         return outputs
@@ -136,7 +136,7 @@ class TableScene:
         pool = make_kv_pool(layout, settings, self.dtype, self.device)
         for paged in (pool.full, pool.window):
             assert paged is not None
-            paged.kv_L2KSD.fill_(torch.nan)
+            paged.kv_LJKSD.fill_(torch.nan)
         return pool
 
     def _history_items(self) -> list[AttentionItem]:
@@ -165,8 +165,8 @@ class TableScene:
         write = begin(items, self._slots(items))
         random = torch.Generator().manual_seed(11)
         for layer in range(len(WINDOWS)):
-            kv_N2KD = torch.randn(rows, 2, self.kv_heads, self.dim, generator=random)
-            write(layer, kv_N2KD.to(self.device, self.dtype))
+            kv_NJKD = torch.randn(rows, 2, self.kv_heads, self.dim, generator=random)
+            write(layer, kv_NJKD.to(self.device, self.dtype))
         assert pool.window is not None
         for paged, tables in (
             (pool.full, [item.pages for item in self._items()]),
@@ -174,7 +174,7 @@ class TableScene:
         ):
             used = {int(page) for table in tables if table is not None for page in table}
             for page in set(range(self.num_pages)) - used:
-                paged.kv_L2KSD[..., page * self.page_size : (page + 1) * self.page_size, :] = torch.nan
+                paged.kv_LJKSD[..., page * self.page_size : (page + 1) * self.page_size, :] = torch.nan
 
     def _slots(self, items: Sequence[AttentionItem]) -> list[Tensor]:
         def slots_of(item: AttentionItem, pages: NDArray[np.int32] | None) -> list[int]:
@@ -190,8 +190,8 @@ class TableScene:
         random = torch.Generator().manual_seed(100 + layer)
         rows = sum(self.queries)
         q_NHD = 2 * torch.randn(rows, self.heads, self.dim, generator=random)
-        kv_N2KD = torch.randn(rows, 2, self.kv_heads, self.dim, generator=random)
-        return q_NHD.to(self.device, self.dtype), kv_N2KD.to(self.device, self.dtype)
+        kv_NJKD = torch.randn(rows, 2, self.kv_heads, self.dim, generator=random)
+        return q_NHD.to(self.device, self.dtype), kv_NJKD.to(self.device, self.dtype)
 
 
 def padded(tables: AttentionTables, padding: Padding) -> AttentionTables:
@@ -214,4 +214,4 @@ def _pad_rows(part: Tensor, rows: int) -> Tensor:
 
 def _contents(pool: KVPool) -> list[Tensor]:
     assert pool.window is not None
-    return [paged.kv_L2KSD.clone() for paged in (pool.full, pool.window)]
+    return [paged.kv_LJKSD.clone() for paged in (pool.full, pool.window)]

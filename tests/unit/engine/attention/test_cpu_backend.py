@@ -44,7 +44,7 @@ HISTORY, NEW = [1100, 3, 700], [1, 1, 3]
 
 def poisoned(layout: KVLayout) -> KVPool:
     pool = make_kv_pool(layout, CacheSettings(16, 240), torch.float32, CPU)
-    pool.full.kv_L2KSD.fill_(torch.nan)
+    pool.full.kv_LJKSD.fill_(torch.nan)
     return pool
 
 
@@ -67,16 +67,16 @@ def decoded(
     """The output for a few new tokens after long histories."""
     random = torch.Generator().manual_seed(heads)
     traits = LayerTraits(0.25, window, sinks_H=6 * torch.randn(heads, generator=random) if sinks else None)
-    kv_N2KD = torch.randn(sum(HISTORY), 2, layout.num_kv_heads, layout.head_dim, generator=random)
+    kv_NJKD = torch.randn(sum(HISTORY), 2, layout.num_kv_heads, layout.head_dim, generator=random)
     step = backend.begin(*planned(HISTORY, HISTORY))
     if isinstance(step, ReferenceStep):
-        step.write(0, kv_N2KD)
+        step.write(0, kv_NJKD)
     else:
-        step(0, torch.zeros(sum(HISTORY), heads, layout.head_dim), kv_N2KD, traits)
+        step(0, torch.zeros(sum(HISTORY), heads, layout.head_dim), kv_NJKD, traits)
     q_NHD = 2 * torch.randn(sum(NEW), heads, layout.head_dim, generator=random)
-    kv_N2KD = torch.randn(sum(NEW), 2, layout.num_kv_heads, layout.head_dim, generator=random)
+    kv_NJKD = torch.randn(sum(NEW), 2, layout.num_kv_heads, layout.head_dim, generator=random)
     lengths = [history + new for history, new in zip(HISTORY, NEW, strict=True)]
-    return backend.begin(*planned(NEW, lengths))(0, q_NHD, kv_N2KD, traits)
+    return backend.begin(*planned(NEW, lengths))(0, q_NHD, kv_NJKD, traits)
 
 
 @pytest.mark.parametrize("most_queries", [1, 9, LONGEST], ids=["decode", "verify", "extend"])

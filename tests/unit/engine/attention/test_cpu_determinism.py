@@ -33,19 +33,19 @@ class Sequences:
     def pool(self, page_size: int, num_pages: int) -> KVPool:
         layout = KVLayout(self.kv_heads, self.dim, (None,))
         pool = make_kv_pool(layout, CacheSettings(page_size, num_pages), torch.float32, torch.device("cpu"))
-        pool.full.kv_L2KSD.fill_(torch.nan)
+        pool.full.kv_LJKSD.fill_(torch.nan)
         return pool
 
     def alone(self, kernels: Kernels, traits: LayerTraits) -> list[Tensor]:
         """Each sequence in one pass of its own, over pages that follow one another."""
         outputs = []
-        for length, q_NHD, kv_N2KD in zip(LENGTHS, self.q, self.kv, strict=True):
+        for length, q_NHD, kv_NJKD in zip(LENGTHS, self.q, self.kv, strict=True):
             backend = CpuAttention(self.pool(256, 3), kernels, deterministic=True)
             step = backend.begin(
                 [AttentionItem(length, length, np.arange(3, dtype=np.int32), True)],
                 torch.arange(length)[None],
             )
-            outputs.append(step(0, q_NHD, kv_N2KD, traits))
+            outputs.append(step(0, q_NHD, kv_NJKD, traits))
         return outputs
 
     def in_chunks(
@@ -64,8 +64,8 @@ class Sequences:
             ]
             step = backend.begin(rows, torch.zeros(1, sum(count for _, _, count in items), dtype=torch.int64))
             q_NHD = torch.cat([self.q[index][at : at + count] for index, at, count in items])
-            kv_N2KD = torch.cat([self.kv[index][at : at + count] for index, at, count in items])
-            got_NA = step(0, q_NHD, kv_N2KD, traits)
+            kv_NJKD = torch.cat([self.kv[index][at : at + count] for index, at, count in items])
+            got_NA = step(0, q_NHD, kv_NJKD, traits)
             for (index, _, count), rows_NA in zip(
                 items, got_NA.split([count for _, _, count in items]), strict=True
             ):

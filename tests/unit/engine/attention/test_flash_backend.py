@@ -123,7 +123,7 @@ def test_one_query_an_item_is_said_only_where_rows_are_items() -> None:
 def test_a_step_of_padding_alone_writes_nothing() -> None:
     pool = small_pool()
     attention = FlashAttention(pool, function("in vllm"))
-    pool.full.kv_L2KSD.fill_(7.0)
+    pool.full.kv_LJKSD.fill_(7.0)
     tables = AttentionTables(
         torch.zeros(5, dtype=torch.int32),
         torch.zeros(4, dtype=torch.int32),
@@ -132,9 +132,9 @@ def test_a_step_of_padding_alone_writes_nothing() -> None:
         1,
         32,
     )
-    q_NHD, kv_N2KD = torch.ones(4, 4, 64).bfloat16(), torch.ones(4, 2, 2, 64).bfloat16()
-    assert attention.plan(tables)(0, q_NHD, kv_N2KD, LayerTraits(1.0)).shape == (4, 256)
-    assert (pool.full.kv_L2KSD == 7.0).all()
+    q_NHD, kv_NJKD = torch.ones(4, 4, 64).bfloat16(), torch.ones(4, 2, 2, 64).bfloat16()
+    assert attention.plan(tables)(0, q_NHD, kv_NJKD, LayerTraits(1.0)).shape == (4, 256)
+    assert (pool.full.kv_LJKSD == 7.0).all()
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_rows_of_one_pool_may_go_nowhere() -> None:
     pool = make_kv_pool(KVLayout(1, 8, (None, 2)), CacheSettings(1, 4, window_ratio=1.0), torch.float32, CPU)
     assert pool.window is not None
     for paged in (pool.full, pool.window):
-        paged.kv_L2KSD.zero_()
+        paged.kv_LJKSD.zero_()
     slots_PN = (torch.tensor([2, 0, 3]), torch.tensor([-1, 1, 2]))
     tables = AttentionTables(
         torch.tensor([0, 3], dtype=torch.int32),
@@ -46,15 +46,15 @@ def test_rows_of_one_pool_may_go_nowhere() -> None:
     )
     step = TorchTables(pool).plan(tables)
     for layer in (0, 1):
-        kv_N2KD = torch.arange(1.0, 4.0)[:, None, None, None].expand(3, 2, 1, 8)
-        step(layer, torch.zeros(3, 1, 8), kv_N2KD, LayerTraits(1.0, (None, 2)[layer]))
+        kv_NJKD = torch.arange(1.0, 4.0)[:, None, None, None].expand(3, 2, 1, 8)
+        step(layer, torch.zeros(3, 1, 8), kv_NJKD, LayerTraits(1.0, (None, 2)[layer]))
     assert pool.layer(0)[:, 0, 0, 0].tolist() == [2, 0, 1, 3]
     assert pool.layer(1)[:, 0, 0, 0].tolist() == [0, 2, 3, 0]
 
 
 def test_a_step_of_padding_alone_writes_nothing() -> None:
     pool = make_kv_pool(KVLayout(2, 8, (None,)), CacheSettings(1, 4), torch.float32, CPU)
-    pool.full.kv_L2KSD.fill_(7.0)
+    pool.full.kv_LJKSD.fill_(7.0)
     tables = AttentionTables(
         torch.zeros(3, dtype=torch.int32),
         torch.zeros(2, dtype=torch.int32),
@@ -66,7 +66,7 @@ def test_a_step_of_padding_alone_writes_nothing() -> None:
     out_NA = TorchTables(pool).plan(tables)(0, torch.ones(5, 4, 8), torch.ones(5, 2, 2, 8), LayerTraits(1.0))
     assert out_NA.shape == (5, 32)
     assert out_NA.isfinite().all()
-    assert (pool.full.kv_L2KSD == 7.0).all()
+    assert (pool.full.kv_LJKSD == 7.0).all()
 
 
 def test_it_is_not_captured_and_has_no_fp8() -> None:

@@ -46,14 +46,14 @@ def test_a_window_holds_in_the_full_pool_too() -> None:
 
 
 def test_many_rows_with_caps_go_in_blocks() -> None:
-    q_NHD, kv_N2KD = torch.randn(150, 4, 8), torch.randn(150, 2, 2, 8)
+    q_NHD, kv_NJKD = torch.randn(150, 4, 8), torch.randn(150, 2, 2, 8)
     items = [AttentionItem(150, 150, np.arange(150, dtype=np.int32), True)]
     layout, settings = KVLayout(2, 8, (None,)), CacheSettings(1, 150)
     for traits in (LayerTraits(0.3, None, 2.0), LayerTraits(0.3, 100, 2.0, torch.randn(4))):
         got = []
         for make in (ReferenceAttention, TorchAttention):
             pool = make_kv_pool(layout, settings, torch.float32, torch.device("cpu"))
-            got.append(make(pool).begin(items, torch.arange(150)[None])(0, q_NHD, kv_N2KD, traits))
+            got.append(make(pool).begin(items, torch.arange(150)[None])(0, q_NHD, kv_NJKD, traits))
         torch.testing.assert_close(got[1], got[0], atol=2e-5, rtol=2e-5)
 
 
@@ -64,14 +64,14 @@ def test_strided_queries_and_keys_are_fine(rows: int) -> None:
     heads_first = torch.randn(8, rows, 16).transpose(0, 1)
     items = [AttentionItem(rows, rows, np.arange(rows, dtype=np.int32), True)]
     for source in (fused, heads_first):
-        q_NHD, kv_N2KD = source[:, :4], source[:, 4:].unflatten(1, (2, 2))
+        q_NHD, kv_NJKD = source[:, :4], source[:, 4:].unflatten(1, (2, 2))
         got = []
         for make in (ReferenceAttention, TorchAttention):
             pool = make_kv_pool(
                 KVLayout(2, 16, (None,)), CacheSettings(1, 40), torch.float32, torch.device("cpu")
             )
             step = make(pool).begin(items, torch.arange(rows)[None])
-            got.append(step(0, q_NHD, kv_N2KD, LayerTraits(0.25)))
+            got.append(step(0, q_NHD, kv_NJKD, LayerTraits(0.25)))
         torch.testing.assert_close(got[1], got[0], atol=2e-5, rtol=2e-5)
 
 

@@ -133,7 +133,7 @@ class Sequences:
         layout = KVLayout(shape.kv_heads, shape.dim, (None,))
         pool: KVPool = make_kv_pool(layout, settings, shape.dtype, DEVICE)
         if not shape.fp8:
-            pool.full.kv_L2KSD.fill_(torch.nan)
+            pool.full.kv_LJKSD.fill_(torch.nan)
         tiles = None if ON_GPU else SMALL_TILES
         return TritonAttention(pool, tiles, multiprocessors, deterministic=True)
 
@@ -150,10 +150,10 @@ class Sequences:
             counts = [count for _, _, count in items]
             q_NHD = torch.cat([self.q[index][at : at + count] for index, at, count in items])
             kv_NAD = torch.cat([self.kv[index][at : at + count] for index, at, count in items])
-            kv_N2KD = kv_NAD.view(len(kv_NAD), 2, self.shape.kv_heads, self.shape.dim)
+            kv_NJKD = kv_NAD.view(len(kv_NAD), 2, self.shape.kv_heads, self.shape.dim)
             step = attention.plan(tables(items, pages_BM, page_size))
             for (index, _, count), rows_NA in zip(
-                items, step(0, q_NHD, kv_N2KD, self.traits).split(counts), strict=True
+                items, step(0, q_NHD, kv_NJKD, self.traits).split(counts), strict=True
             ):
                 outputs[index].append(rows_NA)
                 done[index] += count
@@ -166,8 +166,8 @@ class Sequences:
             pages_BM = np.arange(-(-max(LENGTHS) // 16), dtype=np.int32)[None].repeat(len(LENGTHS), 0)
             attention = self.attention(16, pages_BM.shape[1])
             step = attention.plan(tables([(index, 0, length)], pages_BM, 16))
-            kv_N2KD = self.kv[index].view(length, 2, self.shape.kv_heads, self.shape.dim)
-            outputs.append(step(0, self.q[index], kv_N2KD, self.traits))
+            kv_NJKD = self.kv[index].view(length, 2, self.shape.kv_heads, self.shape.dim)
+            outputs.append(step(0, self.q[index], kv_NJKD, self.traits))
         return outputs
 
 

@@ -95,7 +95,7 @@ def poisoned_pool(loaded: LoadedModel) -> KVPool:
     pool = make_kv_pool(loaded.layout, settings, torch.float32, torch.device("cpu"))
     for paged in (pool.full, pool.window):
         if paged is not None:
-            paged.kv_L2KSD.fill_(torch.nan)
+            paged.kv_LJKSD.fill_(torch.nan)
     return pool
 
 
@@ -245,7 +245,7 @@ def test_tables_that_lead_out_of_the_pool_are_refused(tmp_path: Path, fault: str
     step.items_c.rows = len(tokens_N)
     with torch.inference_mode(), pytest.raises(IndexError, match="page table"):
         whole.model.forward(tokens_N, positions_N, step)
-    assert pool.full.kv_L2KSD.isnan().all()
+    assert pool.full.kv_LJKSD.isnan().all()
 
 
 @every_build

@@ -174,8 +174,8 @@ def test_tables_may_hold_other_contents() -> None:
         tables.slots_PN[0].copy_(fresh.slots_PN[0])
         width = fresh.pages_PBM[0].shape[1]
         tables.pages_PBM[0].fill_(-1)[:, :width].copy_(fresh.pages_PBM[0][:, : tables.pages_PBM[0].shape[1]])
-        kv_L2KSD = stage.pool.full.kv_L2KSD
-        stages[0].pool.full.kv_L2KSD[:, :, :, : kv_L2KSD.shape[3]].copy_(kv_L2KSD)
+        kv_LJKSD = stage.pool.full.kv_LJKSD
+        stages[0].pool.full.kv_LJKSD[:, :, :, : kv_LJKSD.shape[3]].copy_(kv_LJKSD)
         got = stage.got(attention, tables)
         torch.testing.assert_close(got, stage.expected(), atol=2e-5, rtol=2e-5)
 

@@ -20,9 +20,9 @@ EXACTLY = {"rtol": 0.0, "atol": 0.0}
 
 
 def pool_of(kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> PagedKV:
-    kv_L2KSD = torch.full((PLACES, 2, kv_heads, SLOTS, dim), 7.0, device=device).to(dtype)
+    kv_LJKSD = torch.full((PLACES, 2, kv_heads, SLOTS, dim), 7.0, device=device).to(dtype)
     scales = torch.full((PLACES, 2, kv_heads, SLOTS), 7.0, device=device) if dtype == FP8 else None
-    return PagedKV(kv_L2KSD, 4, scales)
+    return PagedKV(kv_LJKSD, 4, scales)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -52,10 +52,10 @@ def test_as_in_two_launches(
     rounds = {"rtol": 1e-6, "atol": 1e-7} if normed and fp8 and dtype == torch.float32 else EXACTLY
     torch.testing.assert_close(qkv_NAD[:, :heads], expected_NAD[:, :heads], **rounds)
     assert torch.equal(qkv_NAD[:, heads:], keys_and_values)
-    steps = second.kv_L2KSD.view(torch.uint8).int() - first.kv_L2KSD.view(torch.uint8).int()
+    steps = second.kv_LJKSD.view(torch.uint8).int() - first.kv_LJKSD.view(torch.uint8).int()
     assert int(steps.abs().max()) <= (1 if rounds != EXACTLY else 0)
     if fp8:
-        assert first.scales_L2KS is not None
-        assert second.scales_L2KS is not None
+        assert first.scales_LJKS is not None
+        assert second.scales_LJKS is not None
         # In float32 a compiler may compute what is measured and what is written twice, in another order of sums.
-        torch.testing.assert_close(second.scales_L2KS, first.scales_L2KS, rtol=3e-7, atol=0.0)
+        torch.testing.assert_close(second.scales_LJKS, first.scales_LJKS, rtol=3e-7, atol=0.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.models.adapters import CONFIG_FILE, WEIGHTS_FILE
 from engine.models.config import ModelSpec
-from engine.models.weights import tensor_shapes
+from engine.models.tensor_shapes import tensor_shapes
 from engine.settings import AdapterSettings
 
 SPREAD = 0.08

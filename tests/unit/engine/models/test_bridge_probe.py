@@ -134,8 +134,11 @@ def test_values_narrower_than_keys_are_widened(tmp_path: Path) -> None:
         qk_nope_head_dim=16,
         v_head_dim=12,
         first_k_dense_replace=2,
+        attention_bias=True,
     )
-    assert load(config, tmp_path).layout == KVLayout(4, 24, (None, None))
+    loaded = load(config, tmp_path)
+    assert not loaded.native, "it has biases, which latent attention has not"
+    assert loaded.layout == KVLayout(4, 24, (None, None))
 
 
 def test_windows_as_long_as_the_context_are_none(tmp_path: Path) -> None:

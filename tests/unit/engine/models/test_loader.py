@@ -16,7 +16,8 @@ from engine.attention.torch_backend import TorchAttention
 from engine.models.config import parse_spec, read_config
 from engine.models.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
 from engine.models.loader import LoadedModel, load_model, native_spec, read_eos_ids
-from engine.models.weights import DummyWeights, tensor_shapes
+from engine.models.tensor_shapes import tensor_shapes
+from engine.models.weights import DummyWeights
 from engine.runner.kv_pool import make_kv_pool
 from engine.settings import CacheSettings, ModelSettings
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from engine.models.clamped_swiglu import ClampedSwiglu
-from engine.models.config import ExpertsSpec, parse_spec, read_config
+from engine.models.config import parse_spec, read_config
 from engine.models.errors import ModelNotFound, UnsupportedModel
+from engine.models.experts_config import ExpertsSpec, Routing
 from engine.models.rope import RopeSpec
 from engine.runner.kv_pool import KVLayout
 
@@ -76,7 +77,7 @@ def moe(**changes: Any) -> dict[str, Any]:
 
 def test_experts() -> None:
     spec = parse_spec(moe(norm_topk_prob=True))
-    assert spec.experts == ExpertsSpec(frozenset(range(spec.num_layers)), 8, 2, 24, norm_topk=True)
+    assert spec.experts == ExpertsSpec(frozenset(range(spec.num_layers)), 8, 24, Routing(2, norm_topk=True))
     renamed = moe() | {"num_local_experts": 8}  # as transformers 5 writes it
     del renamed["num_experts"]
     assert parse_spec(renamed) == parse_spec(moe())
@@ -114,7 +115,8 @@ def test_yarn_stretches_the_context() -> None:
 
 def test_gpt_oss() -> None:
     spec = parse_spec(config(**GPT_OSS, quantization_config={"quant_method": "mxfp4"}))
-    assert spec.experts == ExpertsSpec(frozenset({0, 1}), 8, 2, 128, True, ClampedSwiglu(1.702, 7.0))
+    routing = Routing(2, norm_topk=True)
+    assert spec.experts == ExpertsSpec(frozenset({0, 1}), 8, 128, routing, clamped=ClampedSwiglu(1.702, 7.0))
     assert (spec.sinks, spec.qkv_bias, spec.out_bias, spec.head_dim) == (True, True, True, 64)
     assert spec.windows == (8, None)
     assert spec.is_quantized

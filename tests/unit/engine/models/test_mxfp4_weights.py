@@ -20,7 +20,8 @@ from engine.models.errors import BadCheckpoint, UnsupportedModel
 from engine.models.linear import PlainLinear
 from engine.models.loader import load_model
 from engine.models.mxfp4_weights import parse_mxfp4
-from engine.models.weights import CheckpointWeights, DummyWeights, tensor_shapes
+from engine.models.tensor_shapes import tensor_shapes
+from engine.models.weights import CheckpointWeights, DummyWeights
 from engine.settings import ModelSettings
 
 LAYERS, EXPERTS = 2, 3

@@ -15,7 +15,8 @@ from engine.models.config import ModelSpec, parse_spec, read_config
 from engine.models.errors import UnsupportedModel
 from engine.models.loader import load_model
 from engine.models.shares import Shares, vocabulary_share
-from engine.models.weights import CheckpointWeights, DummyWeights, WeightSource, tensor_shapes
+from engine.models.tensor_shapes import tensor_shapes
+from engine.models.weights import CheckpointWeights, DummyWeights, WeightSource
 from engine.parallel.ranks import OneRank
 from engine.settings import ModelSettings
 

@@ -358,14 +358,14 @@ def test_captures_write_nothing_to_the_pools(loaded: LoadedModel, monkeypatch: p
     recorded = captures_all(monkeypatch)
     execution = ExecutionSettings(max_graph_tokens=8, decode_steps=4)
     pool = make_kv_pool(loaded.layout, CacheSettings(PAGE_SIZE, 60), loaded.dtype, loaded.device)
-    pool.full.kv_L2KSD.fill_(7.0)
+    pool.full.kv_LJKSD.fill_(7.0)
     choice = choose_attention("torch", pool, loaded.device)
     careful = careful_runner(loaded, pool, choice, None, execution)
     limits = StepLimits(rows=64, items=5, sampled=5, steps=4)
     runner = device_runner(loaded, careful, pool, choice, limits, recorded, execution, OneRank())
     runner.rehearse(64, 5)
     runner.capture()
-    assert (pool.full.kv_L2KSD == 7.0).all()
+    assert (pool.full.kv_LJKSD == 7.0).all()
 
 
 def test_more_may_be_sampled_than_a_rehearsed_step_has_rows(loaded: LoadedModel) -> None:

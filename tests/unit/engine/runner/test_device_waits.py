@@ -20,7 +20,7 @@ from engine.models.config import parse_spec
 from engine.models.decoder import Decoder
 from engine.models.linear import PlainLinear
 from engine.models.ops import TorchOps
-from engine.models.weights import tensor_shapes
+from engine.models.tensor_shapes import tensor_shapes
 from engine.parallel.ranks import OneRank
 from engine.runner import device_runner as device_runner_module
 from engine.runner import host_copies as host_copies_module
@@ -102,7 +102,7 @@ class StubAttention:
         return True
 
     def plan(self, tables: AttentionTables) -> AttentionStep:
-        def step(layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:  # noqa: ARG001
+        def step(layer: int, q_NHD: Tensor, kv_NJKD: Tensor, traits: LayerTraits) -> Tensor:  # noqa: ARG001
             rows = len(q_NHD)
             assert [len(slots_N) for slots_N in tables.slots_PN] == [rows]
             return q_NHD.reshape(rows, -1) + tables.kv_lens_B.sum() + tables.query_starts_B1[-1]

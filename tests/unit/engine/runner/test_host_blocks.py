@@ -43,7 +43,7 @@ def pinned_late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def pool() -> KVPool:
     made = make_kv_pool(KVLayout(2, 8, (None,)), CacheSettings(4, num_pages=10), torch.float32, CPU)
-    made.full.kv_L2KSD.copy_(torch.rand(made.full.kv_L2KSD.shape, generator=torch.manual_seed(1)))
+    made.full.kv_LJKSD.copy_(torch.rand(made.full.kv_LJKSD.shape, generator=torch.manual_seed(1)))
     return made
 
 
@@ -65,14 +65,14 @@ def test_all_of_it_is_pinned_at_the_start(monkeypatch: pytest.MonkeyPatch) -> No
 def test_sessions_come_and_go_in_the_same_memory(pinned_late: list[int]) -> None:
     kv = pool()
     copies = HostCopies.of(kv, blocks=HostBlocks(4 * PAGE_BYTES, CPU))
-    before = kv.full.kv_L2KSD.clone()
+    before = kv.full.kv_LJKSD.clone()
     for key in range(5):
         copies.save(key, pages(7, 2, 3)).result(WAIT_S)
-        kv.full.kv_L2KSD.zero_()
+        kv.full.kv_LJKSD.zero_()
         copies.load(key, pages(7, 2, 3)).result(WAIT_S)
         slots = [slot for page in (2, 3, 7) for slot in range(4 * page, 4 * page + 4)]
-        assert torch.equal(kv.full.kv_L2KSD[:, :, :, slots], before[:, :, :, slots])
-        kv.full.kv_L2KSD.copy_(before)
+        assert torch.equal(kv.full.kv_LJKSD[:, :, :, slots], before[:, :, :, slots])
+        kv.full.kv_LJKSD.copy_(before)
         copies.drop(key)
     assert pinned_late == []
     copies.close()

@@ -32,11 +32,11 @@ def make_pool(windows: tuple[int | None, ...], dtype: torch.dtype = torch.float3
     pool = make_kv_pool(KVLayout(2, 8, windows), settings, dtype, CPU)
     for paged in (pool.full, pool.window):
         if paged is not None:
-            if paged.scales_L2KS is not None:
-                paged.scales_L2KS.copy_(torch.rand(paged.scales_L2KS.shape, generator=torch.manual_seed(2)))
-            bits = np.random.default_rng(1).integers(0, 256, paged.kv_L2KSD.nbytes, dtype=np.uint8)
-            paged.kv_L2KSD.view(torch.uint8).copy_(
-                torch.from_numpy(bits).view(paged.kv_L2KSD.view(torch.uint8).shape)
+            if paged.scales_LJKS is not None:
+                paged.scales_LJKS.copy_(torch.rand(paged.scales_LJKS.shape, generator=torch.manual_seed(2)))
+            bits = np.random.default_rng(1).integers(0, 256, paged.kv_LJKSD.nbytes, dtype=np.uint8)
+            paged.kv_LJKSD.view(torch.uint8).copy_(
+                torch.from_numpy(bits).view(paged.kv_LJKSD.view(torch.uint8).shape)
             )
     return pool
 
@@ -49,13 +49,13 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[HostCo
     copies = HostCopies.of(pool, draft.full, DiskStore(DiskFolder(tmp_path), Encrypted()))
     assert pool.window is not None
     pools = (pool.full, draft.full, pool.window)
-    scales = [bits(paged.scales_L2KS[..., None]) for paged in pools if paged.scales_L2KS is not None]
-    yield copies, [bits(paged.kv_L2KSD) for paged in pools] + scales
+    scales = [bits(paged.scales_LJKS[..., None]) for paged in pools if paged.scales_LJKS is not None]
+    yield copies, [bits(paged.kv_LJKSD) for paged in pools] + scales
     copies.close()
 
 
-def bits(kv_L2KSD: torch.Tensor) -> torch.Tensor:
-    integers = kv_L2KSD.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[kv_L2KSD.dtype.itemsize])
+def bits(kv_LJKSD: torch.Tensor) -> torch.Tensor:
+    integers = kv_LJKSD.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[kv_LJKSD.dtype.itemsize])
     layers, two, heads, slots, dim = integers.shape
     return integers.view(layers, two, heads, slots // PAGE_SIZE, PAGE_SIZE, dim).movedim(3, 0)
 
@@ -245,10 +245,10 @@ def test_close_waits_for_what_runs() -> None:
     pool = make_pool((5, 5))
     copies = HostCopies.of(pool)  # no layer has full attention, so only the window's pages are copied
     assert pool.window is not None
-    first = bits(pool.window.kv_L2KSD)[2].clone()
+    first = bits(pool.window.kv_LJKSD)[2].clone()
     saved = copies.save(1, pages([3], [2]))
     loaded = copies.load(1, pages([4], [5]))
     copies.close()
     assert saved.done()
     assert loaded.done()
-    assert torch.equal(bits(pool.window.kv_L2KSD)[5], first)
+    assert torch.equal(bits(pool.window.kv_LJKSD)[5], first)

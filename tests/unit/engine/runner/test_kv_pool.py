@@ -20,7 +20,7 @@ def test_pages_by_number_and_by_size() -> None:
     by_number = make_kv_pool(FULL, CacheSettings(page_size=16, num_pages=5), torch.float32, CPU)
     assert by_number.num_pages == 5
     assert by_number.full.page_size_bytes == 3 * LAYER_BYTES
-    assert by_number.full.page_size_bytes * 5 == by_number.full.kv_L2KSD.nbytes
+    assert by_number.full.page_size_bytes * 5 == by_number.full.kv_LJKSD.nbytes
     assert by_number.window is None
     assert by_number.window_len is None
     size = by_number.full.page_size_bytes * 7 + 100
@@ -32,11 +32,11 @@ def test_windowed_layers_have_a_pool_of_their_own() -> None:
     settings = CacheSettings(page_size=16, num_pages=8, window_ratio=0.5)
     pool = make_kv_pool(MIXED, settings, torch.float32, CPU)
     assert pool.window is not None
-    assert (pool.num_pages, pool.window.num_pages, pool.window_len) == (8, 4, 64)
+    assert (pool.num_pages, pool.window.num_pages, pool.layout.window) == (8, 4, 64)
     assert (pool.full.page_size_bytes, pool.window.page_size_bytes) == (LAYER_BYTES, 2 * LAYER_BYTES)
     assert pool.places == ((pool.window, 0), (pool.full, 0), (pool.window, 1))
     pool.layer(2)[17, 1, 0] = 3.0
-    assert (pool.window.kv_L2KSD[1, 1, 0, 17] == 3.0).all()
+    assert (pool.window.kv_LJKSD[1, 1, 0, 17] == 3.0).all()
 
 
 def test_both_pools_share_the_size() -> None:

@@ -1,0 +1,50 @@
+/* Multi-head latent attention (DeepSeek-V2, 2024): what comes before and after attention to latents. A token's key in the
+   pool is its latent and then its rotary features; the value is the latent. */
+
+#ifndef KEDGE_LATENTS_H
+#define KEDGE_LATENTS_H
+
+#include "attention.h"
+#include "product.h"
+
+/* A query has `plain_dim` features and then `rotary_dim`, a key in the pool `rank` and then `rotary_dim`. `query_up` makes
+   queries of latents of `query_rank`, which `query_norm` has the weights for; without these latents it is NULL. `key_ups`
+   and `value_ups` are by head: plain features of a query to a query for latents, and latents to values. The struct is
+   shared with engine/cpu/library.py. */
+typedef struct {
+    const Matrix *query_up, *key_ups, *value_ups;
+    const float *query_norm, *latent_norm;
+    int32_t query_rank, rank, plain_dim, rotary_dim;
+    float eps, scale;
+} Latents;
+
+/* What a step needs for it, by head and then by row. */
+typedef struct {
+    float *query;   /* [rows][width of query_up] */
+    float *plain;   /* [heads][rows][width of a plain query, or of a value] */
+    float *queries; /* [heads][rows][padded key] */
+    float *found;   /* [heads][rows][padded latent] */
+    int32_t *first; /* [heads + 1]: where each head's rows begin */
+} LatentRoom;
+
+/* Where what is in `base` lies, and how many bytes that takes. With a base of NULL it only counts. */
+size_t latents_lay_out(const Latents *latents, int heads, int rows, char *base, LatentRoom *room);
+
+/* For the products, in bytes. */
+size_t latents_scratch(const Latents *latents, int heads, int rows, int threads);
+
+/* Of rows of `down`, [queries or their latents, key], makes queries, already scaled, in the room, and writes keys to the
+   pool. `rotations` are those of positions. Every thread of the team calls it and the next, and has met at the end. */
+void make_latent_queries(const Latents *latents, const Items *items, Heads heads, const LayerKV *kv, float *down,
+                         int down_width, const int64_t *positions, const float *rotations, const LatentRoom *room,
+                         void *scratch, Team *team, int thread);
+
+/* Where attention reads the queries and leaves what it finds. */
+HeadRows latent_queries(const Latents *latents, int rows, const LatentRoom *room);
+HeadRows latents_found(const Latents *latents, int rows, const LatentRoom *room);
+
+/* Writes the heads' values, one after another, to rows of `to`. */
+void make_latent_values(const Latents *latents, int heads, int rows, const LatentRoom *room, float *to, int to_width,
+                        void *scratch, Team *team, int thread);
+
+#endif
