@@ -220,17 +220,24 @@ static void attend_few(const Tile *tile, const Items *items, Heads heads, const 
 
 #if LANES > FEW_ROWS
 
+/* Features of queries that are multiplied by all keys of a block while they are in the nearest cache. */
+#define SCORED 128
+
 /* Rows are lanes: q_DR has lane r of each feature, and so have scores and sums. */
 typedef struct {
     float q[LARGEST_HEAD * LANES], out[LARGEST_HEAD * LANES], powers[KEYS * LANES];
 } Lanes;
 
-INLINE void score_some(Lanes *lanes, const float *keys, int head_dim, const Block *block, int key,
+/* Adds what features first .. end-1 give to the scores of some keys. */
+INLINE void score_some(Lanes *lanes, const float *keys, int first, int end, const Block *block, int key,
                        const int keys_at_once) {
     Floats sums[8];
     const float *from[8];
-    UNROLL for (int k = 0; k < keys_at_once; k++) sums[k] = (Floats){0}, from[k] = keys + block->at[key + k];
-    for (int d = 0; d < head_dim; d++) {
+    UNROLL for (int k = 0; k < keys_at_once; k++) {
+        sums[k] = first == 0 ? (Floats){0} : load(lanes->powers + (key + k) * LANES);
+        from[k] = keys + block->at[key + k];
+    }
+    for (int d = first; d < end; d++) {
         Floats part = load(lanes->q + d * LANES);
         UNROLL for (int k = 0; k < keys_at_once; k++) sums[k] += part * from[k][d];
     }
@@ -242,9 +249,11 @@ static __attribute__((noinline)) void lane_scores(Lanes *lanes, const float *key
                                                   const Block *block) {
     if (values != keys)
         for (int k = 0; k < block->count; k++) fetch(values + block->at[k], (size_t)head_dim);
-    int key = 0;
-    for (; key + 8 <= block->count; key += 8) score_some(lanes, keys, head_dim, block, key, 8);
-    for (; key < block->count; key++) score_some(lanes, keys, head_dim, block, key, 1);
+    for (int first = 0; first < head_dim; first += SCORED) {
+        int end = least(head_dim, first + SCORED), key = 0;
+        for (; key + 8 <= block->count; key += 8) score_some(lanes, keys, first, end, block, key, 8);
+        for (; key < block->count; key++) score_some(lanes, keys, first, end, block, key, 1);
+    }
 }
 
 INLINE void lane_values(Lanes *lanes, const float *values, const Block *block, Floats shrunk, int at, const int wide) {
