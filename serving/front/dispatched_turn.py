@@ -24,7 +24,7 @@ class DispatchedTurn:
     """One turn, from the client's call to the last event. Owned by its dispatch; used on the ingress's event loop only.
 
     The call came at `came_s` of the event loop's time. `progress` is what the client has been sent of the turn. `trace`
-    and `facts` record what happens to it.
+    and `facts` record what happens to it. The replicas `without_adapter` have refused it for its adapter.
     """
 
     def __init__(self, call: TurnCall, trace: FrontTrace, facts: CallFacts) -> None:
@@ -33,6 +33,7 @@ class DispatchedTurn:
         self.trace = trace
         self.facts = facts
         self.progress = TurnProgress()
+        self.without_adapter: set[str] = set()
         self.aborted = False
         self._search: asyncio.Timeout | None = None
 

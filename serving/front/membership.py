@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -81,16 +81,17 @@ class Membership:
                 logger.warning("the controller does not tell who is there: %s", error)
         return self.status(replica_id)
 
-    def pick(self, affinity: Affinity = NOWHERE) -> str | None:
+    def pick(self, affinity: Affinity = NOWHERE, refused_by: Collection[str] = ()) -> str | None:
         """A replica for a call that any replica may take; None if there is none. A draining replica is chosen only if
-        all drain.
+        all drain, and one that has refused the call only if all others have, too.
 
         The replica that `affinity` prefers, unless it is much more loaded; else the less loaded of two random ones.
         """
-        names = self._staying()
+        staying = self._staying()
+        names = [name for name in staying if name not in refused_by] or staying
         if not names:
             return None
-        chosen = self.preferred(affinity)
+        chosen = self._preferred(affinity, names)
         if chosen is None:
             chosen = min(self._random.sample(names, min(2, len(names))), key=self._load)
         return chosen
@@ -99,7 +100,13 @@ class Membership:
         """The replica that `affinity` prefers, unless it is much more loaded; None if it prefers none. Rendezvous
         hashing with bounded loads (Thaler and Ravishankar 1998; Mirrokni et al. 2018): front ends that know the same
         replicas rank them alike. A replica that comes or goes moves only its own conversations."""
-        names = self._staying()
+        return self._preferred(affinity, self._staying())
+
+    def has_other(self, refused_by: Collection[str]) -> bool:
+        """Whether there is a replica that has not refused the call, and does not drain."""
+        return any(name not in refused_by for name in self._staying())
+
+    def _preferred(self, affinity: Affinity, names: list[str]) -> str | None:
         if not names or (affinity.holder is None and affinity.home is None):
             return None
         least = min(map(self._load, names))

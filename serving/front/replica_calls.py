@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, suppress
 from contextvars import Context
 from functools import partial
@@ -163,10 +163,14 @@ class ReplicaCalls:
         for name, link in list(self._links.items()):
             link.lose(ReplicaGone(name))
 
-    async def pick(self, affinity: Affinity) -> str:
+    async def pick(self, affinity: Affinity, refused_by: Collection[str]) -> str:
         """A replica for a call that any replica may take (see Membership.pick); ANY_REPLICA if there is none."""
         await self.present()
-        return self._membership.pick(affinity) or ANY_REPLICA
+        return self._membership.pick(affinity, refused_by) or ANY_REPLICA
+
+    def has_other(self, refused_by: Collection[str]) -> bool:
+        """Whether another replica may take the call (see Membership.has_other)."""
+        return self._membership.has_other(refused_by)
 
     def preferred(self, affinity: Affinity) -> str | None:
         """The replica that a new session should be at (see Membership.preferred)."""

@@ -23,6 +23,7 @@ from serving.front.conversations import NOWHERE, Conversations
 from serving.front.dispatched_turn import ABORT_TIMEOUT_S, DispatchedTurn, TurnAborted
 from serving.front.ownership_cache import Owner, OwnershipCache
 from serving.front.refusals import (
+    ADAPTER_AWAY,
     CLIENTS_FAULTS,
     GONE,
     LET_GO,
@@ -50,6 +51,7 @@ T = TypeVar("T")
 RETRY_PAUSE_S = 0.05
 LOG_PAUSE_S = 0.25
 """Between tries while the session log or the controller does not answer."""
+NO_ANSWER = ErrorInfo(500, "internal_error", "the turn ended without an answer")
 BROKEN_OFF = ErrorInfo(500, "internal_error", "the answer broke off")
 MOST_TAKEOVERS = 3
 """How many losses of a replica in mid-stream a turn survives. Limited because the turn itself may kill its replicas."""
@@ -263,7 +265,7 @@ class TurnDispatcher:
                 owner = await self._owner_for(call, deadline_s)
                 if owner is None:
                     affinity = NOWHERE if failed else self._conversations.affinity(call)
-                    replica_id, epoch = await self._replicas.pick(affinity), None
+                    replica_id, epoch = await self._replicas.pick(affinity, turn.without_adapter), None
                 else:
                     call = _unbound_if_older(call, turn, owner)
                     replica_id, epoch = owner.replica_id, owner.epoch
@@ -287,9 +289,7 @@ class TurnDispatcher:
                 await self._report(gone)
                 failed, call = True, _for_living_session(call, owner)
             except StopAsyncIteration:
-                raise ServiceError(
-                    ErrorInfo(500, "internal_error", "the turn ended without an answer")
-                ) from None
+                raise ServiceError(NO_ANSWER) from None
             finally:
                 if refusal is not None:
                     turn.trace.ended_there(refusal.code)
@@ -305,13 +305,24 @@ class TurnDispatcher:
                 asked_anew = True
                 continue
             waits = failed and (call.session is None or call.session.fallback != "unnamed")
-            if not is_retried(refusal, waits, in_mid_stream=call.resumed is not None):
+            elsewhere = self._goes_elsewhere(turn, call, replica_id, refusal)
+            if not elsewhere and not is_retried(refusal, waits, in_mid_stream=call.resumed is not None):
                 raise ServiceError(refusal)
             if call.session is not None:
                 self._owners.forget(call.session.session_id)
             self._metrics.failed_over(failover_cause(refusal))
             turn.trace.failed_over(refusal.code)
             await self._pause(deadline_s, refusal)
+
+    def _goes_elsewhere(
+        self, turn: DispatchedTurn, call: TurnCall, replica_id: str, refusal: ErrorInfo
+    ) -> bool:
+        """Whether a call that the replica refused for its adapter has another replica to try. Each is tried once. A
+        session's turns can only go to its owner."""
+        if refusal.code not in ADAPTER_AWAY:
+            return False
+        turn.without_adapter.add(replica_id)
+        return call.session is None and self._replicas.has_other(turn.without_adapter)
 
     async def _owner_for(self, call: TurnCall, deadline_s: float) -> Owner | None:
         """The owner of the call's session; None for a call without a session."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,12 @@ class Replicas:
         except ControllerError as error:
             raise ServiceError(error_info(error)) from error
 
-    async def pick(self, _affinity: Affinity) -> str:
-        return ANY_REPLICA
+    async def pick(self, _affinity: Affinity, refused_by: Collection[str]) -> str:
+        living = self._living()
+        return next((name for name in living if name not in refused_by), next(iter(living), ANY_REPLICA))
+
+    def has_other(self, refused_by: Collection[str]) -> bool:
+        return any(name not in refused_by for name in self._living())
 
     def preferred(self, affinity: Affinity) -> str | None:
         return affinity.holder
@@ -104,7 +108,7 @@ class Replicas:
         self, replica_id: str, call: TurnCall, epoch: int | None
     ) -> AsyncIterator[AsyncIterator[TurnEvent]]:
         if replica_id == ANY_REPLICA:
-            replica_id = next((name for name in self.rigs if name not in self.dead), "a")
+            replica_id = next(iter(self._living()), "a")
         if replica_id in self.dead:
             raise ReplicaGone(replica_id, Seen.DIED)
         self.calls.append((replica_id, call))
@@ -117,6 +121,9 @@ class Replicas:
                 self.unheard.append(asyncio.create_task(_rest_of(events, self.rigs[replica_id].runner)))
             else:
                 await events.aclose()
+
+    def _living(self) -> list[str]:
+        return [name for name in self.rigs if name not in self.dead]
 
     async def _until_lost(
         self, replica_id: str, events: AsyncIterator[TurnEvent]

@@ -157,6 +157,17 @@ async def test_one_that_is_to_go_is_picked_only_where_there_is_no_other() -> Non
     assert membership.pick() == "a"
 
 
+async def test_one_that_has_refused_is_picked_only_where_there_is_no_other() -> None:
+    controller = Controller(status("a"), status("b", running=50), status("c", draining=True))
+    membership = membership_of(controller, [])
+    assert not membership.has_other(())
+    await membership.look()
+    holder = Affinity("a", b"home")
+    for refused_by, picked in (((), "a"), (("a",), "b"), (("b",), "a"), (("a", "b"), "a")):
+        assert membership.pick(holder, refused_by) == picked
+        assert membership.has_other(refused_by) == (len(refused_by) < 2)
+
+
 def spread(membership: Membership, homes: list[bytes], *, goes_on: bool = True) -> list[str | None]:
     return [membership.pick(Affinity(home=home, goes_on=goes_on)) for home in homes]
 

@@ -232,7 +232,7 @@ async def test_a_refused_turn_is_an_error_by_its_code(traced: Traced) -> None:
 async def test_what_nobody_expected_is_an_event_of_the_spans_that_it_ends(
     traced: Traced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def pick(_affinity: Any) -> str:
+    def pick(*_: Any) -> str:
         raise ZeroDivisionError("a fault of ours")
 
     monkeypatch.setattr(traced.failover.replicas, "pick", pick)
