@@ -113,6 +113,8 @@ def load_model(
         return _load_bridged(directory, config, settings, device, refusal)
     if deterministic and ranks.size > 1:
         raise UnsupportedModel(f"execution.deterministic: {ranks.size} ranks sum in an order of their own")
+    if settings.adapters and spec.latent is not None:
+        raise UnsupportedModel("model.adapters are not implemented for latent attention")
     choose: LinearsFor = partial(choose_linears, linear, deterministic=deterministic)
     if make_linear is not None:
         assert not deterministic, "what is given may sum in any order"
@@ -165,8 +167,6 @@ def _load_native(
         else:
             with closing(CheckpointWeights(directory, whole, weights_dtype, device, shares)) as source:
                 model = Decoder(spec, source, linears, device, dtype, ops, ranks)
-        if settings.adapters and whole.latent is not None:
-            raise UnsupportedModel("model.adapters are not implemented for latent attention")
         adapters = read_adapters(settings.adapters, whole, weights_dtype)
         runs = model if ranks.size > 1 else in_whole_steps(model, linears, adapters)
     if adapters and not isinstance(runs, AdaptedModel):

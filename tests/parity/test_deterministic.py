@@ -84,6 +84,24 @@ if DEVICE.type == "cpu":
         ),
         "float32",
     )
+    MODELS["latents"] = (
+        transformers.DeepseekV3Config(
+            **SIZES,
+            **SMALL_HEADS | {"num_attention_heads": 20, "num_key_value_heads": 20},
+            kv_lora_rank=24,
+            q_lora_rank=28,
+            qk_nope_head_dim=12,
+            qk_rope_head_dim=8,
+            v_head_dim=10,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=40,
+            first_k_dense_replace=1,
+            n_group=4,
+            topk_group=2,
+        ),
+        "bfloat16",
+    )
 
 SPECULATION: tuple[SpeculationMethod, ...] = ("off", "ngram", "draft")
 CELLS = [

@@ -70,9 +70,23 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         num_experts_per_tok=2,
         rope_parameters=YARN,
     ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **SMALL | {"num_key_value_heads": 4},
+        kv_lora_rank=24,
+        q_lora_rank=28,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=20,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=48,
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+    ),
 }
-"""The last three have windows in every other layer, capped scores, and sinks with experts. The Gemmas use the bridge;
-on a GPU GPT-OSS does, too."""
+"""The last four have windows in every other layer, capped scores, sinks with experts, and latents. The Gemmas use the
+bridge; on a GPU the two after them do, too."""
 
 MODELS = ("embedded", *FAMILIES)
 SCHEDULES_PER_MODEL = 10

@@ -24,14 +24,21 @@ LONGEST = 70
 class Scene:
     """Random sequences, each cut into history and new tokens, with tables into poisoned pools.
 
-    A window page is gone from the tables if all of its tokens lie before every window.
+    A window page is gone from the tables if all of its tokens lie before every window. With `latent` a token has one
+    vector for all heads.
     """
 
-    def __init__(self, seed: int, page_size: int, contiguous: bool, most_queries: int) -> None:
+    def __init__(
+        self, seed: int, page_size: int, contiguous: bool, most_queries: int, *, latent: bool = False
+    ) -> None:
         self.random = np.random.default_rng(seed)
         self.torch_random = torch.Generator().manual_seed(seed)
         kv_heads, group = (int(value) for value in self.random.integers(1, 4, 2))
         self.heads, self.kv_heads, self.dim = kv_heads * group, kv_heads, int(self.random.choice([8, 32]))
+        self.latent_dim = None
+        if latent:
+            self.heads, self.kv_heads = int(self.random.choice([1, 5, 16, 35])), 1
+            self.latent_dim = int(self.random.integers(1, self.dim))
         self.page_size = page_size
         count = int(self.random.integers(1, 5))
         self.lengths = [int(value) for value in self.random.integers(1, LONGEST, count)]
@@ -69,7 +76,12 @@ class Scene:
 
     def draw(self, rows: int) -> tuple[Tensor, Tensor]:
         q_NHD = 2 * torch.randn(rows, self.heads, self.dim, generator=self.torch_random)
-        return q_NHD, torch.randn(rows, 2, self.kv_heads, self.dim, generator=self.torch_random)
+        vectors = self.layout.num_vectors
+        return q_NHD, torch.randn(rows, vectors, self.kv_heads, self.dim, generator=self.torch_random)
+
+    @property
+    def layout(self) -> KVLayout:
+        return KVLayout(self.kv_heads, self.dim, WINDOWS, self.latent_dim)
 
     def traits(self, kind: str) -> list[LayerTraits]:
         cap = 3.0 if "cap" in kind else None
@@ -78,9 +90,7 @@ class Scene:
 
     def pool(self) -> KVPool:
         settings = CacheSettings(self.page_size, self.num_pages, window_ratio=1.0)
-        pool = make_kv_pool(
-            KVLayout(self.kv_heads, self.dim, WINDOWS), settings, torch.float32, torch.device("cpu")
-        )
+        pool = make_kv_pool(self.layout, settings, torch.float32, torch.device("cpu"))
         for paged in (pool.full, pool.window):
             assert paged is not None
             paged.kv_LJKSD.fill_(torch.nan)

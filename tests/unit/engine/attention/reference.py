@@ -1,7 +1,7 @@
 """Attention as a textbook writes it, token by token, in float64. Every backend is compared with it.
 
-Legend: N tokens of the step, n of a request, T keys that a query sees, H query heads, K key/value heads, D head size, S
-pool slots.
+Legend: N tokens of the step, n of a request, T keys that a query sees, H query heads, J vectors of a head (2, or 1 that
+is a latent), K key/value heads, D head size, V size of a value, S pool slots.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class ReferenceStep:
         for item in self._items:
             for offset in range(item.query_len):
                 position = item.kv_len - item.query_len + offset
-                kv_T2KD = self._read(layer, self._visible_slots(item, position, windowed, traits.window))
-                rows.append(_attend(q_NHD[row].double(), kv_T2KD, traits))
+                kv_TJKD = self._read(layer, self._visible_slots(item, position, windowed, traits.window))
+                rows.append(_attend(q_NHD[row].double(), kv_TJKD, self._pool.layout.value_dim, traits))
                 row += 1
         return torch.stack(rows).view(len(q_NHD), -1).to(q_NHD.dtype)
 
@@ -51,28 +51,28 @@ class ReferenceStep:
             if slot >= 0:
                 self._write(layer, slot, kv_NJKD[row])
 
-    def _write(self, layer: int, slot: int, kv_2KD: Tensor) -> None:
+    def _write(self, layer: int, slot: int, kv_JKD: Tensor) -> None:
         paged, place = self._pool.places[layer]
-        pool_2KD = paged.kv_LJKSD[place, :, :, slot]
+        pool_JKD = paged.kv_LJKSD[place, :, :, slot]
         if paged.scales_LJKS is None:
-            pool_2KD.copy_(kv_2KD)
+            pool_JKD.copy_(kv_JKD)
             return
-        kv_2KD = kv_2KD.float()
-        largest_2K = kv_2KD.abs().amax(-1)
-        scales_2K = largest_2K / torch.full_like(
-            largest_2K, FP8_LARGEST
+        kv_JKD = kv_JKD.float()
+        largest_JK = kv_JKD.abs().amax(-1)
+        scales_JK = largest_JK / torch.full_like(
+            largest_JK, FP8_LARGEST
         )  # a GPU divides inexactly by a number
-        scales_2K[scales_2K == 0] = 1
-        pool_2KD.copy_((kv_2KD / scales_2K[..., None]).clamp(-FP8_LARGEST, FP8_LARGEST))
-        paged.scales_LJKS[place, :, :, slot] = scales_2K
+        scales_JK[scales_JK == 0] = 1
+        pool_JKD.copy_((kv_JKD / scales_JK[..., None]).clamp(-FP8_LARGEST, FP8_LARGEST))
+        paged.scales_LJKS[place, :, :, slot] = scales_JK
 
     def _read(self, layer: int, slots: list[int]) -> Tensor:
-        """The keys and values of these slots: [T, 2, K, D] in float64."""
+        """The keys and values of these slots: [T, J, K, D] in float64."""
         paged, place = self._pool.places[layer]
-        kv_T2KD = paged.layer(place).view(_bits(paged.kv_LJKSD.dtype))[slots].view(paged.kv_LJKSD.dtype)
+        kv_TJKD = paged.layer(place).view(_bits(paged.kv_LJKSD.dtype))[slots].view(paged.kv_LJKSD.dtype)
         if paged.scales_LJKS is None:
-            return kv_T2KD.double()
-        return kv_T2KD.double() * paged.scales_LJKS[place][:, :, slots].permute(2, 0, 1)[..., None].double()
+            return kv_TJKD.double()
+        return kv_TJKD.double() * paged.scales_LJKS[place][:, :, slots].permute(2, 0, 1)[..., None].double()
 
     def _visible_slots(
         self, item: AttentionItem, position: int, windowed: bool, window: int | None
@@ -88,10 +88,11 @@ def _bits(dtype: torch.dtype) -> torch.dtype:
     return torch.uint8 if dtype == FP8 else dtype
 
 
-def _attend(q_HD: Tensor, kv_T2KD: Tensor, traits: LayerTraits) -> Tensor:
-    """Attention of one query over all that it sees: [H, D]."""
-    group = len(q_HD) // kv_T2KD.shape[2]
-    k_THD, v_THD = kv_T2KD.repeat_interleave(group, 2).unbind(1)
+def _attend(q_HD: Tensor, kv_TJKD: Tensor, value_dim: int, traits: LayerTraits) -> Tensor:
+    """Attention of one query over all that it sees: [H, V]."""
+    group = len(q_HD) // kv_TJKD.shape[2]
+    kv_TJHD = kv_TJKD.repeat_interleave(group, 2)
+    k_THD, v_THV = kv_TJHD[:, 0], kv_TJHD[:, -1, :, :value_dim]
     scores_TH = (k_THD * q_HD).sum(-1) * traits.scale
     if traits.softcap is not None:
         scores_TH = torch.tanh(scores_TH / traits.softcap) * traits.softcap
@@ -99,4 +100,4 @@ def _attend(q_HD: Tensor, kv_T2KD: Tensor, traits: LayerTraits) -> Tensor:
     total_H = powers_TH.sum(0)
     if traits.sinks_H is not None:
         total_H += torch.exp(traits.sinks_H.double())
-    return ((powers_TH / total_H)[..., None] * v_THD).sum(0)
+    return ((powers_TH / total_H)[..., None] * v_THV).sum(0)

@@ -38,6 +38,22 @@ def test_equals_the_reference(
             torch.testing.assert_close(other, one, atol=2e-5, rtol=2e-5, msg=f"seed {seed} layer {layer}")
 
 
+@pytest.mark.parametrize("kind", ["plain", "sinks", "cap"])
+@pytest.mark.parametrize("most_queries", [1, 9, LONGEST], ids=["decode", "verify", "extend"])
+@pytest.mark.parametrize("page_size", [1, 16])
+@every_build
+def test_latents_equal_the_reference(variant: str, page_size: int, most_queries: int, kind: str) -> None:
+    kernels = kernels_of(variant)
+    for seed in range(6):
+        expected, got = (
+            Scene(seed, page_size, False, most_queries, latent=True).run(make, kind)
+            for make in (ReferenceAttention, lambda pool: CpuAttention(pool, kernels))
+        )
+        for layer, (one, other) in enumerate(zip(expected, got, strict=True)):
+            assert one.isfinite().all()
+            torch.testing.assert_close(other, one, atol=2e-5, rtol=2e-5, msg=f"seed {seed} layer {layer}")
+
+
 PAGES = [np.arange(p, p + 80, dtype=np.int32)[::step].copy() for p, step in ((0, 1), (80, -1), (160, 1))]
 HISTORY, NEW = [1100, 3, 700], [1, 1, 3]
 
@@ -67,14 +83,15 @@ def decoded(
     """The output for a few new tokens after long histories."""
     random = torch.Generator().manual_seed(heads)
     traits = LayerTraits(0.25, window, sinks_H=6 * torch.randn(heads, generator=random) if sinks else None)
-    kv_NJKD = torch.randn(sum(HISTORY), 2, layout.num_kv_heads, layout.head_dim, generator=random)
+    vectors = layout.num_vectors
+    kv_NJKD = torch.randn(sum(HISTORY), vectors, layout.num_kv_heads, layout.head_dim, generator=random)
     step = backend.begin(*planned(HISTORY, HISTORY))
     if isinstance(step, ReferenceStep):
         step.write(0, kv_NJKD)
     else:
         step(0, torch.zeros(sum(HISTORY), heads, layout.head_dim), kv_NJKD, traits)
     q_NHD = 2 * torch.randn(sum(NEW), heads, layout.head_dim, generator=random)
-    kv_NJKD = torch.randn(sum(NEW), 2, layout.num_kv_heads, layout.head_dim, generator=random)
+    kv_NJKD = torch.randn(sum(NEW), vectors, layout.num_kv_heads, layout.head_dim, generator=random)
     lengths = [history + new for history, new in zip(HISTORY, NEW, strict=True)]
     return backend.begin(*planned(NEW, lengths))(0, q_NHD, kv_NJKD, traits)
 
@@ -105,14 +122,30 @@ def test_a_sink_of_nothing_is_none(variant: str, most_queries: int) -> None:
 def test_long_histories_of_many_heads(
     variant: str, sinks: bool, threads: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The histories are so long that several threads share the keys of a few rows."""
+    """The histories are so long that several threads share the keys of some rows."""
     kernels = kernels_of(variant)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    for heads, kv_heads, window in ((5, 5, None), (8, 1, None), (14, 2, None), (6, 2, 400), (4, 2, 7)):
+    shapes = ((5, 5, None), (8, 1, None), (14, 2, None), (6, 2, 400), (4, 2, 7), (19, 1, None), (24, 2, 500))
+    for heads, kv_heads, window in shapes:
         layout = KVLayout(kv_heads, dim, (None,))
         expected = decoded(ReferenceAttention(poisoned(layout)), layout, heads, window, sinks)
         got = decoded(CpuAttention(poisoned(layout), kernels), layout, heads, window, sinks)
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 3, 7])
+@pytest.mark.parametrize(("dim", "latent_dim"), [(40, 24), (40, 33), (576, 512)])
+@every_build
+def test_long_histories_of_latents(
+    variant: str, dim: int, latent_dim: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = kernels_of(variant)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    layout = KVLayout(1, dim, (None,), latent_dim)
+    for heads, window, sinks in ((3, None, False), (16, None, False), (16, 700, True), (40, None, True)):
+        expected = decoded(ReferenceAttention(poisoned(layout)), layout, heads, window, sinks)
+        got = decoded(CpuAttention(poisoned(layout), kernels), layout, heads, window, sinks)
+        torch.testing.assert_close(got, expected, atol=5e-5, rtol=5e-5)
 
 
 @every_build

@@ -24,15 +24,17 @@ LENGTHS = (600, 9, 70)
 class Sequences:
     """Queries, keys and values of all LENGTHS."""
 
-    def __init__(self, heads: int, kv_heads: int, dim: int) -> None:
+    def __init__(self, heads: int, kv_heads: int, dim: int, latent_dim: int | None) -> None:
         random = torch.Generator().manual_seed(heads + dim)
-        self.kv_heads, self.dim = kv_heads, dim
+        self.layout = KVLayout(kv_heads, dim, (None,), latent_dim)
+        vectors = self.layout.num_vectors
         self.q = [2 * torch.randn(length, heads, dim, generator=random) for length in LENGTHS]
-        self.kv = [torch.randn(length, 2, kv_heads, dim, generator=random) for length in LENGTHS]
+        self.kv = [torch.randn(length, vectors, kv_heads, dim, generator=random) for length in LENGTHS]
 
     def pool(self, page_size: int, num_pages: int) -> KVPool:
-        layout = KVLayout(self.kv_heads, self.dim, (None,))
-        pool = make_kv_pool(layout, CacheSettings(page_size, num_pages), torch.float32, torch.device("cpu"))
+        pool = make_kv_pool(
+            self.layout, CacheSettings(page_size, num_pages), torch.float32, torch.device("cpu")
+        )
         pool.full.kv_LJKSD.fill_(torch.nan)
         return pool
 
@@ -84,20 +86,24 @@ def steps(done: list[int], most: int, random: np.random.Generator) -> Iterator[t
 @pytest.mark.parametrize(
     ("window", "sinks"), [(None, False), (20, False), (100, False), (None, True), (20, True)]
 )
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 3, 20), (9, 1, 16)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "latent_dim"),
+    [(4, 2, 64, None), (3, 3, 20, None), (9, 1, 16, None), (20, 1, 40, 24)],
+)
 @every_build
 def test_a_query_has_the_same_bits_in_every_step(
     variant: str,
     heads: int,
     kv_heads: int,
     dim: int,
+    latent_dim: int | None,
     window: int | None,
     sinks: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernels, random = kernels_of(variant), np.random.default_rng(dim)
     traits = LayerTraits(0.25, window, sinks_H=torch.linspace(-3, 9, heads) if sinks else None)
-    sequences = Sequences(heads, kv_heads, dim)
+    sequences = Sequences(heads, kv_heads, dim, latent_dim)
     expected = sequences.alone(kernels, traits)
     assert all(each.isfinite().all() for each in expected)
     for page_size in (1, 4, 16, 256):

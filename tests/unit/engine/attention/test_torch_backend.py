@@ -29,6 +29,20 @@ def test_equals_the_reference(page_size: int, contiguous: bool, most_queries: in
             torch.testing.assert_close(other, one, atol=2e-5, rtol=2e-5, msg=f"seed {seed} layer {layer}")
 
 
+@pytest.mark.parametrize("kind", ["plain", "cap and sinks"])
+@pytest.mark.parametrize("most_queries", [1, 9, LONGEST], ids=["decode", "verify", "extend"])
+@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "scattered"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_latents_equal_the_reference(page_size: int, contiguous: bool, most_queries: int, kind: str) -> None:
+    for seed in range(6):
+        expected, got = (
+            Scene(seed, page_size, contiguous, most_queries, latent=True).run(make, kind)
+            for make in (ReferenceAttention, TorchAttention)
+        )
+        for layer, (one, other) in enumerate(zip(expected, got, strict=True)):
+            torch.testing.assert_close(other, one, atol=2e-5, rtol=2e-5, msg=f"seed {seed} layer {layer}")
+
+
 def test_a_window_holds_in_the_full_pool_too() -> None:
     """A draft model keeps its windowed layers in the full pool."""
     for seed in range(4):

@@ -62,6 +62,27 @@ GPT_OSS = BASE | {
 }
 
 
+LATENTS = BASE | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "kv_lora_rank": 21,
+    "q_lora_rank": 30,
+    "qk_nope_head_dim": 11,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 13,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 44,
+    "norm_topk_prob": True,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+
+
 def packed(bits: int, group: int) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": group}
 
@@ -74,12 +95,19 @@ CONFIGS = {
     "int4": BASE | {"quantization_config": packed(4, 10)},
     "gpt_oss": GPT_OSS,
     "fp4 experts": GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}},
+    "latents": LATENTS,
+    "latents of many heads": LATENTS
+    | {"q_lora_rank": None, "num_attention_heads": 20, "num_key_value_heads": 20, "n_shared_experts": 0},
+    "groups by their best": LATENTS
+    | {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "group_limited_greedy"}
+    | {"norm_topk_prob": False, "rope_scaling": {"type": "yarn", "factor": 4.0, "mscale_all_dim": 0.7}},
     "int8 experts": EXPERTS | {"quantization_config": packed(8, -1)},
     "fp8": BASE
     | {"head_dim": 32, "quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 24]}},
     "window": BASE
     | {"architectures": ["MistralForCausalLM"], "sliding_window": 21, "num_key_value_heads": 6},
 }
+OF_LATENTS = ("latents", "latents of many heads", "groups by their best")
 PAGES, PAGE_SIZE = 96, 16
 TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
 

@@ -29,15 +29,18 @@ def check_each_weight(directory: Path, meant: dict[str, Tensor], ranks: int) -> 
         source.close()
 
 
-def check_model(directory: Path, meant: dict[str, Tensor], changes: dict[str, Any]) -> None:
-    """The model computes what that of the weights in `meant` does. `changes` are those of its config.json."""
+def check_model(
+    directory: Path, meant: dict[str, Tensor], changes: dict[str, Any], kept: int | None = None
+) -> None:
+    """The model computes what that of the weights in `meant` does. `changes` are those of its config.json. So many
+    matrices stay as they are stored: all projections, or `kept`."""
     (plain := directory / "plain").mkdir()
     write_config(plain, **changes)
     save_file(meant, plain / "model.safetensors")
     expected, found = load(plain, dtype="float32"), load(directory, dtype="float32")
     assert found.native
     if isinstance(find_kernels(), Kernels):
-        count = len({fused(name) for name in meant if name.endswith("_proj.weight")})
+        count = kept or len({fused(name) for name in meant if name.endswith("_proj.weight")})
         assert found.about["quantized"].startswith(f"{count} matrices of "), "all of them, also what is fused"
     assert torch.equal(run_logits(found), run_logits(expected))
     assert found.fingerprint != expected.fingerprint, "their files differ, so may their KV"

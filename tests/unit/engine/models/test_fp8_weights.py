@@ -67,7 +67,7 @@ def write_fp8(
     stored, meant = {}, {}
     for name, weight in weights(directory).items():
         stored[name] = meant[name] = weight
-        if not name.endswith("_proj.weight"):
+        if "_proj" not in name or not name.endswith(".weight"):
             continue
         scale = scales_of(weight, kind)
         each_OI = spread(scale, weight, kind)

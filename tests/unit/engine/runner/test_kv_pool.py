@@ -22,7 +22,7 @@ def test_pages_by_number_and_by_size() -> None:
     assert by_number.full.page_size_bytes == 3 * LAYER_BYTES
     assert by_number.full.page_size_bytes * 5 == by_number.full.kv_LJKSD.nbytes
     assert by_number.window is None
-    assert by_number.window_len is None
+    assert by_number.layout.window is None
     size = by_number.full.page_size_bytes * 7 + 100
     by_size = make_kv_pool(FULL, CacheSettings(page_size=16, size_bytes=size), torch.float32, CPU)
     assert by_size.num_pages == 7
