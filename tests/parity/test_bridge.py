@@ -62,7 +62,7 @@ CASES = {
         ),
         (WINDOW, None, WINDOW),
     ),
-    "deepseek_v3": Case(
+    "deepseek_v3-biased": Case(
         lambda: transformers.DeepseekV3Config(
             **{**SMALL, "num_key_value_heads": 4, **EXPERTS},
             q_lora_rank=24,
@@ -74,6 +74,7 @@ CASES = {
             n_group=2,
             topk_group=1,
             first_k_dense_replace=1,
+            attention_bias=True,
         )
     ),
     "gemma2": Case(
