@@ -30,7 +30,7 @@ from engine.runner.draft_model import DraftModel
 from engine.runner.graphs import Graphs, ladder, make_graphs
 from engine.runner.host_blocks import HostBlocks
 from engine.runner.host_copies import HostCopies
-from engine.runner.kv_pool import KVPool, make_kv_pool
+from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
 from engine.runner.protocol import Runner
 from engine.runner.sample_table import RowPicker, pick_by_row
 from engine.runner.step_buffers import StepBuffers
@@ -230,6 +230,11 @@ def careful_runner(
     )  # fmt: skip
 
 
+def _kept_layout(layout: KVLayout) -> dict[str, object]:
+    """Models without latents have the identity that they had before there were any."""
+    return {key: value for key, value in asdict(layout).items() if value is not None}
+
+
 def kv_identity(loaded: LoadedModel, pool: KVPool, draft: LoadedModel | None) -> KVIdentity:
     """The identity of one rank's KV: everything that its bytes depend on except tokens, tenant and page size. Where KV
     of the same tokens may differ, the identity must differ. Replicas with the same configuration on like devices have
@@ -239,11 +244,11 @@ def kv_identity(loaded: LoadedModel, pool: KVPool, draft: LoadedModel | None) ->
         "weights": dtype_name(loaded.weights_dtype),
         "activations": dtype_name(loaded.dtype),
         "kv": dtype_name(pool.full.kv_LJKSD.dtype),
-        "layout": asdict(loaded.layout),
+        "layout": _kept_layout(loaded.layout),
         "deterministic": loaded.deterministic,
         "draft": None
         if draft is None
-        else [draft.fingerprint, dtype_name(draft.dtype), asdict(draft.layout)],
+        else [draft.fingerprint, dtype_name(draft.dtype), _kept_layout(draft.layout)],
     }
     if loaded.keeps_quantized or (draft is not None and draft.keeps_quantized):
         kept["quantized_matrices"] = [loaded.keeps_quantized, draft is not None and draft.keeps_quantized]

@@ -184,9 +184,11 @@ def _attend(span: _Span, q_nKGD: Tensor, keys_KDT: Tensor, values_KTV: Tensor, t
     if traits.plain_scores:
         keys_KGTD = keys_KDT.transpose(1, 2)[:, None].expand(-1, group, -1, -1)
         values_KGTV = values_KTV[:, None].expand(-1, group, -1, -1)
-        causal = span.mask_nT is None
+        causal, value_dim = span.mask_nT is None, values_KTV.shape[-1]
+        if value_dim < dim:  # a latent, the front of its key: the operator is fast for values as wide as keys
+            values_KGTV = keys_KGTD
         out_KGnV = sdpa(q_KGnD, keys_KGTD, values_KGTV, attn_mask=span.mask_nT, is_causal=causal, scale=1.0)
-        return out_KGnV.permute(2, 0, 1, 3)
+        return out_KGnV[..., :value_dim].permute(2, 0, 1, 3)
     mask_nT = span.mask_nT
     if mask_nT is None and count > 1:
         mask_nT = q_nKGD.new_full((count, count), -torch.inf).triu_(1)

@@ -48,11 +48,10 @@ def parse_experts(config: Mapping[str, Any], family: Family, num_layers: int) ->
     """None if no layer has experts. Raises UnsupportedModel that names the key."""
     if family.experts == "none":
         return None
-    if family.experts in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
+    if family.experts == "deepseek":
         return _parse_deepseek(config, family, num_layers)
-    key = (
-        "num_local_experts" if "num_local_experts" in config else "num_experts"
-    )  # as transformers 5 writes it
+    # transformers 5 writes num_experts as num_local_experts
+    key = "num_local_experts" if "num_local_experts" in config else "num_experts"
     if type(config.get(key)) is int and config[key] == 0:
         return None
     num_experts = positive_integer(config, key)
@@ -87,13 +86,13 @@ def _top_k(config: Mapping[str, Any], num_experts: int) -> int:
 
 
 def _parse_deepseek(config: Mapping[str, Any], family: Family, num_layers: int) -> ExpertsSpec | None:
-    layers = _sparse_layers(config, family, num_layers)
+    layers = _sparse_layers(config, num_layers)
     if not layers:
         return None
     num_experts, inner = (
         positive_integer(config, key) for key in ("n_routed_experts", "moe_intermediate_size")
     )
-    sigmoid = family.experts != "deepseek_v2"
+    sigmoid = family.sigmoid_router
     norm_topk = truth(config, "norm_topk_prob", False)
     methods = ("noaux_tc",) if sigmoid else ("greedy", "group_limited_greedy")
     for key, known in (
@@ -118,21 +117,19 @@ def _parse_deepseek(config: Mapping[str, Any], family: Family, num_layers: int) 
     )
 
 
-def _sparse_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> frozenset[int]:
-    """All layers but the first few. GLM-4.7 Flash may say it of each layer, its default is all but the first."""
-    kinds = config.get("mlp_layer_types") if family.experts == "glm4_moe_lite" else None
-    if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != num_layers or not {*kinds} <= {"dense", "sparse"}:
-            raise UnsupportedModel(
-                f"config.json: mlp_layer_types must be dense or sparse for {num_layers} layers"
-            )
-        return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
-    first = whole_number(config, "first_k_dense_replace")
-    if family.experts == "glm4_moe_lite":
-        if config.get("first_k_dense_replace", 1) != 1:
-            raise UnsupportedModel(f"config.json: first_k_dense_replace {first} needs mlp_layer_types")
-        first = 1
-    return frozenset(range(first, num_layers))
+def _sparse_layers(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
+    """All layers but the first few; GLM-4.7 Flash may say it of each layer."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        if "first_k_dense_replace" not in config:
+            raise UnsupportedModel("config.json lacks first_k_dense_replace")
+        return frozenset(range(whole_number(config, "first_k_dense_replace"), num_layers))
+    known = ("dense", "sparse")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
+        raise UnsupportedModel(
+            f"config.json: mlp_layer_types must be dense or sparse for {num_layers} layers"
+        )
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
 
 def _with_groups(config: Mapping[str, Any], routing: Routing, num_experts: int) -> Routing:

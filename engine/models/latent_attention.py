@@ -25,8 +25,9 @@ from engine.models.ops import Norm, Rotation
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentAttention:
     """`down` is one product for queries, or their latents, and for key latents and rotary features. `query_up` makes
-    queries of their latents. `key_ups` and `value_ups` are by head: [plain] to [L], and [L] to [V]. `latent_norm_L` and
-    `query_norm` are the weights of the norms of latents."""
+    queries of their latents. By head are `key_ups`, [plain] to [L], and `value_ups`, [L] to [V]. `kv_ups`, [L] to
+    [plain + V], make the keys and values themselves, for code that attends with many queries in that way.
+    `latent_norm_L` and `query_norm` are the weights of the norms of latents."""
 
     traits: LayerTraits
     latent: LatentSpec
@@ -37,6 +38,7 @@ class LatentAttention:
     latent_norm_L: Tensor
     key_ups: Sequence[Linear]
     value_ups: Sequence[Linear]
+    kv_ups: Sequence[Linear]
     normalise_query: Norm | None
     normalise_latent: Norm
     rotate: Rotation
@@ -48,7 +50,7 @@ class LatentAttention:
         if self.query_up is not None and self.normalise_query is not None:
             query = self.query_up(self.normalise_query(query))
         q_NHD = self._queries(query.reshape(rows, self.num_heads, self.latent.query_dim), rotations_N1C)
-        rotary_N1P = key_ND[:, None, rank:].contiguous()
+        rotary_N1P = key_ND[:, None, rank:].clone(memory_format=torch.contiguous_format)
         self.rotate(rotary_N1P, rotations_N1C)
         kv_NJKD = torch.cat((self.normalise_latent(key_ND[:, :rank]), rotary_N1P[:, 0]), -1)[:, None, None]
         latents_NHL = attend(layer, q_NHD, kv_NJKD, self.traits).view(rows, self.num_heads, rank)
@@ -59,7 +61,7 @@ class LatentAttention:
     def _queries(self, q_NHQ: Tensor, rotations_N1C: Tensor) -> Tensor:
         """Queries for latents [N, H, D]."""
         plain_dim = self.latent.plain_dim
-        rotary_NHP = q_NHQ[..., plain_dim:].contiguous()
+        rotary_NHP = q_NHQ[..., plain_dim:].clone(memory_format=torch.contiguous_format)
         self.rotate(rotary_NHP, rotations_N1C)
         plain_NHL = torch.stack(
             [up(q_NHQ[:, head, :plain_dim].contiguous()) for head, up in enumerate(self.key_ups)], 1

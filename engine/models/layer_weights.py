@@ -111,20 +111,21 @@ class LayerWeights:
             query = "self_attn.q_a_proj"
             query_norm = self.vector("self_attn.q_a_layernorm.weight")
             query_up = self._fused(["self_attn.q_b_proj"], False, order)
-        key_ups, value_ups = self._ups(latent)
+        key_ups, value_ups, kv_ups = self._ups(latent)
         return LatentAttention(
-            LayerTraits(latent.scale, self._spec.windows[self._index]),
-            latent,
-            self._spec.num_heads,
-            self._fused([query, key], False, order),
-            query_up,
-            query_norm,
-            latent_norm_L,
-            key_ups,
-            value_ups,
-            None if query_norm is None else ops.norm(query_norm, NORM_EPS),
-            ops.norm(latent_norm_L, NORM_EPS),
-            ops.rotation(None, NORM_EPS),
+            traits=LayerTraits(latent.scale, self._spec.windows[self._index]),
+            latent=latent,
+            num_heads=self._spec.num_heads,
+            down=self._fused([query, key], False, order),
+            query_up=query_up,
+            query_norm=query_norm,
+            latent_norm_L=latent_norm_L,
+            key_ups=key_ups,
+            value_ups=value_ups,
+            kv_ups=kv_ups,
+            normalise_query=None if query_norm is None else ops.norm(query_norm, NORM_EPS),
+            normalise_latent=ops.norm(latent_norm_L, NORM_EPS),
+            rotate=ops.rotation(None, NORM_EPS),
         )
 
     def _rotary_order(self, latent: LatentSpec) -> RowOrders:
@@ -139,15 +140,16 @@ class LayerWeights:
             ),
         }
 
-    def _ups(self, latent: LatentSpec) -> tuple[list[Linear], list[Linear]]:
-        """By head: plain features of the key of a latent, turned around; and the value of a latent."""
-        both = self._source.take(f"{self._prefix}self_attn.kv_b_proj.weight").to(self._device)
-        by_head = both.view(self._spec.num_heads, latent.plain_dim + latent.value_dim, latent.rank)
-        keys, values = by_head.tensor_split((latent.plain_dim,), 1)
-        return (
-            [self._make_linear(key.t().contiguous(), None) for key in keys],
-            [self._make_linear(value.contiguous(), None) for value in values],
+    def _ups(self, latent: LatentSpec) -> tuple[list[Linear], list[Linear], list[Linear]]:
+        """By head: a latent's plain features of the key, turned around; its value; and both."""
+        whole = self._source.take(f"{self._prefix}self_attn.kv_b_proj.weight").to(self._device)
+        heads = whole.split(latent.plain_dim + latent.value_dim)
+        keys = [head[: latent.plain_dim].t().contiguous() for head in heads]
+        values = [head[latent.plain_dim :].contiguous() for head in heads]
+        key_ups, value_ups, kv_ups = (
+            [self._make_linear(each, None) for each in part] for part in (keys, values, heads)
         )
+        return key_ups, value_ups, kv_ups
 
     def mlp(self, prefix: str, ops: DecoderOps) -> GatedMlp:
         return GatedMlp(self.gated(prefix, ops), self.linear(f"{prefix}down_proj", self._spec.mlp_bias))

@@ -69,7 +69,7 @@ class Experts:
     def _in_best_groups(self, choice_NX: Tensor) -> Tensor:
         """-inf for experts of other groups."""
         choice_NGX = choice_NX.view(len(choice_NX), self.routing.groups, -1)
-        best_NGK = choice_NGX.topk(2 if self.routing.sigmoid else 1, -1).values
-        groups_NG = best_NGK.sum(-1).topk(self.routing.top_groups, -1).indices
-        closed_NG = torch.ones_like(best_NGK[..., 0], dtype=torch.bool).scatter_(-1, groups_NG, False)
+        goodness_NG = choice_NGX.topk(2 if self.routing.sigmoid else 1, -1).values.sum(-1)
+        open_NG = goodness_NG.topk(self.routing.top_groups, -1).indices
+        closed_NG = torch.ones_like(goodness_NG, dtype=torch.bool).scatter_(-1, open_NG, False)
         return choice_NGX.masked_fill(closed_NG[..., None], -torch.inf).flatten(1)

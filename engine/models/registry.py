@@ -15,8 +15,9 @@ class Family:
     """`bias_keys` are the bias flags of config.json that this family reads, with their `default_bias`. `window` says
     when it has a sliding window: never, when use_sliding_window is set (in some layers, or in all of them), always
     unless sliding_window is null, or in the layers that layer_types names. `experts`: whose way some layers, or all,
-    have them instead of an MLP. `sinks`: heads have attention sinks. `latent`: attention has latents. `required` keys
-    have defaults of their own in this family, so config.json must have them."""
+    have them instead of an MLP, and with `sigmoid_router` they are chosen by sigmoids. `sinks`: heads have attention
+    sinks. `latent`: attention has latents. `required` keys have defaults of their own in this family, so config.json
+    must have them."""
 
     name: str
     qkv_bias: bool = False
@@ -25,8 +26,9 @@ class Family:
     default_kv_heads: int | None = None
     default_head_dim: int | None = None
     window: Literal["never", "flag", "flag for all", "always", "by layer"] = "never"
-    experts: Literal["none", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"] = "none"
+    experts: Literal["none", "qwen3_moe", "gpt_oss", "deepseek"] = "none"
     default_bias: bool = False
+    sigmoid_router: bool = False
     sinks: bool = False
     latent: bool = False
     required: frozenset[str] = frozenset()
@@ -72,19 +74,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "DeepseekV2ForCausalLM": Family(
             "deepseek_v2",
-            experts="deepseek_v2",
+            experts="deepseek",
             latent=True,
-            required=DEEPSEEK_KEYS | {"first_k_dense_replace", "topk_method"},
+            required=DEEPSEEK_KEYS | {"topk_method"},
         ),
         "DeepseekV3ForCausalLM": Family(
             "deepseek_v3",
-            experts="deepseek_v3",
+            experts="deepseek",
+            sigmoid_router=True,
             latent=True,
-            required=DEEPSEEK_KEYS | {"first_k_dense_replace", "norm_topk_prob"},
+            required=DEEPSEEK_KEYS | {"norm_topk_prob"},
         ),
         "Glm4MoeLiteForCausalLM": Family(
             "glm4_moe_lite",
-            experts="glm4_moe_lite",
+            experts="deepseek",
+            sigmoid_router=True,
             latent=True,
             required=DEEPSEEK_KEYS | {"norm_topk_prob"},
         ),

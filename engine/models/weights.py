@@ -165,6 +165,7 @@ class CheckpointWeights:
         left_over = sorted(self._file_of.keys() - expected.keys() - ignored)
         if missing:
             raise BadCheckpoint(f"{directory}: missing weights: {_some(missing)}")
+        left_over = [name for name in left_over if 0 not in self._file_of[name].get_slice(name).get_shape()]
         if left_over:
             raise BadCheckpoint(f"{directory}: weights nothing reads: {_some(left_over)}")
         for name, shape in expected.items():
@@ -248,7 +249,7 @@ class DummyWeights:
         """Projections of a configuration with quantized weights."""
         if isinstance(self._packed, Mxfp4Format):
             return self._make_mxfp4(name) if ".experts." in name and not name.endswith("_bias") else None
-        if not name.endswith("_proj.weight"):
+        if "_proj" not in name or not name.endswith(".weight"):
             return None
         return self._make_integers(name) if self._packed is not None else self._make_fp8(name)
 

@@ -47,7 +47,7 @@ static void work(void *argument, Team *team, int thread) {
    `out` is [rows][heads][value_dim]. Of latents `kv` has one vector in place of two. */
 API int kedge_attention_layer(LayerAttention *attention, Team *team, const Items *items, const Heads *heads,
                               const LayerKV *layer, const float *q, const float *kv, float *out) {
-    Outcome outcome = tile_items(&attention->tiling, items, *heads, layer, team_size(team));
+    Outcome outcome = tile_items(&attention->tiling, items, *heads, layer, INT32_MAX, team_size(team));
     if (outcome != DONE) return outcome;
     if (attention->tiling.partial_floats > attention->room) {
         free(attention->partials);

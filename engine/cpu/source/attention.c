@@ -2,17 +2,15 @@
 
 #include "attention.h"
 #include "key_scores.h"
+#include "lanes.h"
 #include "places.h"
 
 #define LARGEST_HEAD 576
-#define NOTHING -1e30f /* larger than any masked score, smaller than any other */
 
 #if REGISTERS == 32
 #define WIDE 4 /* vectors of a value that are summed at once, for four rows */
-#define LANE_SUMS 16
 #else
 #define WIDE 2
-#define LANE_SUMS 8
 #endif
 
 void write_kv(const Items *items, Heads heads, const LayerKV *layer, const float *keys, const float *values,
@@ -220,121 +218,48 @@ static void attend_few(const Tile *tile, const Items *items, Heads heads, const 
 
 #if LANES > FEW_ROWS
 
-/* Features of queries that are multiplied by all keys of a block while they are in the nearest cache. */
-#define SCORED 128
-
-/* Rows are lanes: q_DR has lane r of each feature, and so have scores and sums. */
-typedef struct {
-    float q[LARGEST_HEAD * LANES], out[LARGEST_HEAD * LANES], powers[KEYS * LANES];
-} Lanes;
-
-/* Adds what features first .. end-1 give to the scores of some keys. */
-INLINE void score_some(Lanes *lanes, const float *keys, int first, int end, const Block *block, int key,
-                       const int keys_at_once) {
-    Floats sums[8];
-    const float *from[8];
-    UNROLL for (int k = 0; k < keys_at_once; k++) {
-        sums[k] = first == 0 ? (Floats){0} : load(lanes->powers + (key + k) * LANES);
-        from[k] = keys + block->at[key + k];
-    }
-    for (int d = first; d < end; d++) {
-        Floats part = load(lanes->q + d * LANES);
-        UNROLL for (int k = 0; k < keys_at_once; k++) sums[k] += part * from[k][d];
-    }
-    UNROLL for (int k = 0; k < keys_at_once; k++) store(lanes->powers + (key + k) * LANES, sums[k]);
-}
-
-/* A function of its own, or not all pointers to keys are held in registers. Meanwhile the keys' values are fetched. */
-static __attribute__((noinline)) void lane_scores(Lanes *lanes, const float *keys, const float *values, int head_dim,
-                                                  const Block *block) {
-    if (values != keys)
-        for (int k = 0; k < block->count; k++) fetch(values + block->at[k], (size_t)head_dim);
-    for (int first = 0; first < head_dim; first += SCORED) {
-        int end = least(head_dim, first + SCORED), key = 0;
-        for (; key + 8 <= block->count; key += 8) score_some(lanes, keys, first, end, block, key, 8);
-        for (; key < block->count; key++) score_some(lanes, keys, first, end, block, key, 1);
-    }
-}
-
-INLINE void lane_values(Lanes *lanes, const float *values, const Block *block, Floats shrunk, int at, const int wide) {
-    Floats sums[LANE_SUMS];
-    UNROLL for (int w = 0; w < wide; w++) sums[w] = rounded(load(lanes->out + (at + w) * LANES) * shrunk);
-    for (int k = 0; k < block->count; k++) {
-        Floats power = load(lanes->powers + k * LANES);
-        const float *from = values + block->at[k] + at;
-        UNROLL for (int w = 0; w < wide; w++) sums[w] += power * from[w];
-    }
-    UNROLL for (int w = 0; w < wide; w++) store(lanes->out + (at + w) * LANES, sums[w]);
-}
-
-/* Turns scores into powers, relative to `now`. Their sum is that of few_scores: those of every LANESth key first. */
-static Floats lane_powers(Lanes *lanes, const Block *block, Floats now) {
-    Floats sum = {0};
-    for (int lane = 0; lane < LANES; lane++) {
-        Floats part = {0};
-        for (int k = (lane + KEYS - block->token % KEYS) % LANES; k < block->count; k += LANES) {
-            Floats power = exponential(load(lanes->powers + k * LANES) - now);
-            store(lanes->powers + k * LANES, power);
-            part += power;
-        }
-        sum += part;
-    }
-    return sum;
-}
-
 static void attend_lanes(const Tile *tile, const Items *items, Heads heads, const LayerKV *layer, HeadRows q,
-                         HeadRows out, float *partials, Lanes *lanes) {
+                         HeadRows out, float *partials) {
     const Item *item = &items->items[tile->item];
     const int32_t *pages = pages_of(item, layer);
     int group = heads.heads / heads.kv_heads, head_dim = heads.head_dim, value_dim = heads.value_dim;
     int history = item->length - item->queries, has_sinks = layer->sinks != NULL && tile->part == 0;
-    float *rows_out[LANES];
-    Ints first_keys, last_keys;
-    Floats highest = every(NOTHING), sum = every(has_sinks);
+    float *rows_out[LANES], queries[LARGEST_HEAD * LANES], found[LARGEST_HEAD * LANES], powers[KEYS * LANES];
+    Lanes lanes = {.q = queries, .out = found, .powers = powers, .highest = every(NOTHING), .sum = every(has_sinks)};
     for (int r = 0; r < LANES; r++) {
         int at = tile->row + least(r, tile->rows - 1), head = tile->kv_head * group + at % group;
         int row = item->row + at / group, position = history + at / group;
         const float *from = head_of(q, row, head);
-        for (int d = 0; d < head_dim; d++) lanes->q[d * LANES + r] = from[d];
-        if (has_sinks) highest[r] = fmaxf(layer->sinks[head], NOTHING);
+        for (int d = 0; d < head_dim; d++) queries[d * LANES + r] = from[d];
+        if (has_sinks) lanes.highest[r] = fmaxf(layer->sinks[head], NOTHING);
         rows_out[r] = head_of(out, row, head);
-        first_keys[r] = first_key(layer->window, position);
-        last_keys[r] = position;
+        lanes.first_keys[r] = first_key(layer->window, position);
+        lanes.last_keys[r] = position;
     }
-    memset(lanes->out, 0, (size_t)value_dim * LANES * sizeof(float));
+    memset(found, 0, (size_t)value_dim * LANES * sizeof(float));
     Block block;
     size_t head_at = (size_t)tile->kv_head * (size_t)layer->head_stride;
     const float *keys = layer->keys + head_at, *values = layer->values + head_at;
     int seen_by_all = history + tile->row / group + 1; /* keys before this one, but for the window */
     for (int token = tile->first; token < tile->end; token += block.count) {
         find_block(&block, pages, items->page_size, head_dim, token, tile->end);
-        lane_scores(lanes, keys, values, head_dim, &block);
-        if (layer->window > 0 || token + block.count > seen_by_all)
-            for (int k = 0; k < block.count; k++) {
-                Ints hidden = (first_keys > token + k) | (last_keys < token + k);
-                store(lanes->powers + k * LANES, choose(hidden, every(-INFINITY), load(lanes->powers + k * LANES)));
-            }
-        Floats now = highest;
-        for (int k = 0; k < block.count; k++) now = larger(now, load(lanes->powers + k * LANES));
-        Floats shrunk = exponential(highest - now);
-        highest = now;
-        sum = rounded(sum * shrunk) + lane_powers(lanes, &block, now);
-        int d = 0;
-        for (; d + LANE_SUMS <= value_dim; d += LANE_SUMS) lane_values(lanes, values, &block, shrunk, d, LANE_SUMS);
-        for (; d < value_dim; d++) lane_values(lanes, values, &block, shrunk, d, 1);
+        if (values != keys)
+            for (int k = 0; k < block.count; k++) fetch(values + block.at[k], (size_t)value_dim);
+        lane_scores(&lanes, keys, 0, head_dim, &block);
+        take_in(&lanes, values, &block, value_dim, layer->window > 0 || token + block.count > seen_by_all);
     }
     if (tile->parts == 1) {
         for (int d = 0; d < value_dim; d++) {
-            Floats value = load(lanes->out + d * LANES) / sum;
+            Floats value = load(found + d * LANES) / lanes.sum;
             for (int r = 0; r < tile->rows; r++) rows_out[r][d] = value[r];
         }
         return;
     }
     for (int r = 0; r < tile->rows; r++) {
         float *to = part_of_row(tile, heads, partials, r);
-        to[0] = highest[r];
-        to[1] = sum[r];
-        for (int d = 0; d < value_dim; d++) to[2 + d] = lanes->out[d * LANES + r];
+        to[0] = lanes.highest[r];
+        to[1] = lanes.sum[r];
+        for (int d = 0; d < value_dim; d++) to[2 + d] = found[d * LANES + r];
         for (int d = value_dim; d < PADDED(value_dim); d++) to[2 + d] = 0;
     }
 }
@@ -343,14 +268,11 @@ static void attend_lanes(const Tile *tile, const Items *items, Heads heads, cons
 
 void attend(const Tiling *tiling, const Items *items, Heads heads, const LayerKV *layer, HeadRows q, HeadRows out,
             float *partials, Team *team) {
-#if LANES > FEW_ROWS
-    Lanes lanes;
-#endif
     for (int64_t next = team_next(team); next < tiling->count; next = team_next(team)) {
         const Tile *tile = &tiling->tiles[next];
 #if LANES > FEW_ROWS
         if (tile->rows > FEW_ROWS) {
-            attend_lanes(tile, items, heads, layer, q, out, partials, &lanes);
+            attend_lanes(tile, items, heads, layer, q, out, partials);
             continue;
         }
 #endif

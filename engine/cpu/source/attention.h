@@ -38,9 +38,9 @@ typedef struct {
 } Items;
 
 /* One layer's keys and values: head h of slot s is at keys + h * head_stride + s * head_dim, and likewise values. Where
-   `values` is `keys` a value is the first floats of its key, which is written alone. A
-   query sees the last `window` tokens up to its own, all if that is 0. `num_pages` is the pool's. `sinks` has a score
-   for each head, which takes part in the softmax without a value; or it is NULL. */
+   `values` is `keys` a value is the first floats of its key, which is written alone. A query sees the last `window`
+   tokens up to its own, all if that is 0. `num_pages` is the pool's. `sinks` has a score for each head, which takes part
+   in the softmax without a value; or it is NULL. */
 typedef struct {
     float *keys, *values;
     const float *sinks;
@@ -78,9 +78,9 @@ typedef struct {
     Tile *tiles;
 } Tiling;
 
-/* Cuts the items anew; memory is kept from step to step. Tables are followed from then on without a look: all that the
+/* Cuts the items that have at most `most_queries` anew; memory is kept from step to step. Tables are followed from then on without a look: all that the
    layer reads or writes is looked at here. */
-Outcome tile_items(Tiling *tiling, const Items *items, Heads heads, const LayerKV *layer, int threads);
+Outcome tile_items(Tiling *tiling, const Items *items, Heads heads, const LayerKV *layer, int32_t most_queries, int threads);
 
 void tiling_free(Tiling *tiling);
 

@@ -5,6 +5,7 @@
 #include "adapters.h"
 #include "attention.h"
 #include "experts.h"
+#include "latent_prompts.h"
 #include "latents.h"
 #include "memory.h"
 #include "product.h"
@@ -67,7 +68,8 @@ typedef struct {
     const Tiling **tilings; /* by layer */
     const Adapters *adapters; /* NULL if no row has one */
     int rows, x_width, qkv_width, heads_width, inner_width;
-    float *given, *x, *normed, *qkv, *attended, *inner, *partials;
+    int has_prompts, has_others; /* items with many queries, where there are latents, and others */
+    float *given, *x, *normed, *qkv, *attended, *inner, *partials, *prompts;
     void *scratch, *experts, *latents;
     UpdateRoom updates;
 } Step;
@@ -138,14 +140,22 @@ static void attend_latents(const Step *step, int index, Team *team, int thread) 
     const Latents *latents = model->layers[index].latents;
     const LayerKV *kv = &step->kv[index];
     LatentRoom room;
-    latents_lay_out(latents, model->heads.heads, step->rows, step->latents, &room);
-    make_latent_queries(latents, step->items, model->heads, kv, step->qkv, step->qkv_width, step->positions,
-                        model->rotations, &room, step->scratch, team, thread);
-    attend(step->tilings[index], step->items, model->heads, kv, latent_queries(latents, step->rows, &room),
-           latents_found(latents, step->rows, &room), step->partials, team);
-    team_meet(team);
-    make_latent_values(latents, model->heads.heads, step->rows, &room, step->attended, step->heads_width, step->scratch,
+    latents_lay_out(latents, model->heads.heads, step->rows, step->has_others, step->latents, &room);
+    Turned queries = write_latents(latents, step->items, model->heads, kv, step->qkv, step->qkv_width, step->positions,
+                                   model->rotations, &room, step->scratch, team, thread);
+    if (step->has_others) {
+        make_latent_queries(latents, model->heads.heads, step->rows, &queries, &room, step->scratch, team, thread);
+        attend(step->tilings[index], step->items, model->heads, kv, latent_queries(latents, step->rows, &room),
+               latents_found(latents, step->rows, &room), step->partials, team);
+        team_meet(team);
+        make_latent_values(latents, model->heads.heads, step->rows, &room, step->attended, step->heads_width,
+                           step->scratch, team, thread);
+    }
+    if (step->has_prompts) {
+        attend_prompts(latents, step->items, model->heads, kv, &queries, step->attended, step->heads_width, step->prompts,
                        team, thread);
+        team_meet(team);
+    }
 }
 
 static void run_layer(const Step *step, int index, Team *team, int thread) {
@@ -199,8 +209,8 @@ API void kedge_decoder_free(Decoder *decoder) {
 }
 
 /* The cut of the items for a layer's window: that of a layer before, or a new one. */
-static Outcome tiling_for(Decoder *decoder, int *made, const Items *items, const LayerKV *layer, int threads,
-                          const Tiling **found) {
+static Outcome tiling_for(Decoder *decoder, int *made, const Items *items, const LayerKV *layer, int32_t most_queries,
+                          int threads, const Tiling **found) {
     for (int index = 0; index < *made; index++) {
         *found = &decoder->tilings[index];
         if ((*found)->window == layer->window && (*found)->in_window_pool == layer->in_window_pool) return DONE;
@@ -209,17 +219,19 @@ static Outcome tiling_for(Decoder *decoder, int *made, const Items *items, const
     Tiling *tiling = &decoder->tilings[(*made)++];
     if (*made > decoder->num_tilings) decoder->num_tilings = *made;
     *found = tiling;
-    return tile_items(tiling, items, decoder->model.heads, layer, threads);
+    return tile_items(tiling, items, decoder->model.heads, layer, most_queries, threads);
 }
 
 static size_t larger_of(size_t one, size_t other) { return one > other ? one : other; }
 
 /* What the layers need beside what every layer has, in floats: the most of any. */
 typedef struct {
-    size_t scratch, inner_width, experts, latents, update_room;
+    size_t scratch, inner_width, experts, latents, prompts, update_room;
 } Needs;
 
-static Needs needs_of(const Model *model, int rows, int x_width, int threads) {
+static Needs needs_of(const Step *step, int threads) {
+    const Model *model = step->model;
+    int rows = step->rows, x_width = step->x_width;
     Needs needs = {0};
     for (int index = 0; index < model->num_layers; index++) {
         const Layer *layer = &model->layers[index];
@@ -230,9 +242,11 @@ static Needs needs_of(const Model *model, int rows, int x_width, int threads) {
         }
         if (layer->latents != NULL) {
             LatentRoom room;
-            size_t bytes = latents_lay_out(layer->latents, model->heads.heads, rows, NULL, &room);
+            size_t bytes = latents_lay_out(layer->latents, model->heads.heads, rows, step->has_others, NULL, &room);
             scratch = larger_of(scratch, latents_scratch(layer->latents, model->heads.heads, rows, threads));
             needs.latents = larger_of(needs.latents, bytes / sizeof(float));
+            if (step->has_prompts)
+                needs.prompts = larger_of(needs.prompts, (size_t)threads * prompt_floats(layer->latents));
         }
         if (layer->gate_up != NULL) {
             scratch = larger_of(scratch, product_scratch(layer->gate_up, rows, threads));
@@ -264,6 +278,7 @@ static size_t lay_out(Step *step, char *base, Needs needs, size_t partials) {
     step->scratch = take(base, &used, needs.scratch);
     step->experts = take(base, &used, needs.experts);
     step->latents = take(base, &used, needs.latents);
+    step->prompts = take(base, &used, needs.prompts);
     step->updates.inner = take(base, &used, rows * (size_t)step->updates.width);
     step->updates.room = take(base, &used, needs.update_room);
     step->partials = take(base, &used, partials);
@@ -280,8 +295,9 @@ API int kedge_decoder_step(Decoder *decoder, Team *team, const Items *items, con
     const Tiling *tilings[model->num_layers + 1];
     int made = 0;
     size_t partials = 0;
+    int32_t most_queries = layer->latents == NULL ? INT32_MAX : most_latent_queries(items, model->heads, team_size(team));
     for (int index = 0; index < model->num_layers; index++) {
-        Outcome outcome = tiling_for(decoder, &made, items, &kv[index], team_size(team), &tilings[index]);
+        Outcome outcome = tiling_for(decoder, &made, items, &kv[index], most_queries, team_size(team), &tilings[index]);
         if (outcome != DONE) return outcome;
         if ((size_t)tilings[index]->partial_floats > partials) partials = (size_t)tilings[index]->partial_floats;
     }
@@ -291,7 +307,10 @@ API int kedge_decoder_step(Decoder *decoder, Team *team, const Items *items, con
                  .adapters = adapters, .rows = items->rows, .x_width = product_width(layer->out),
                  .qkv_width = product_width(layer->qkv),
                  .heads_width = PADDED(layer->out->inputs), .given = x};
-    Needs needs = needs_of(model, step.rows, step.x_width, team_size(team));
+    for (int index = 0; index < items->count; index++)
+        if (items->items[index].queries > most_queries) step.has_prompts = 1;
+        else step.has_others = 1;
+    Needs needs = needs_of(&step, team_size(team));
     step.inner_width = (int)needs.inner_width;
     if (adapters != NULL) {
         UpdateNeeds updates = update_needs(adapters, team_size(team));

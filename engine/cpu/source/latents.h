@@ -8,11 +8,11 @@
 #include "product.h"
 
 /* A query has `plain_dim` features and then `rotary_dim`, a key in the pool `rank` and then `rotary_dim`. `query_up` makes
-   queries of latents of `query_rank`, which `query_norm` has the weights for; without these latents it is NULL. `key_ups`
-   and `value_ups` are by head: plain features of a query to a query for latents, and latents to values. The struct is
-   shared with engine/cpu/library.py. */
+   queries of latents of `query_rank`, which `query_norm` has the weights for; without these latents it is NULL. `key_ups`,
+   `value_ups` and `kv_ups` are by head: plain features of a query to a query for latents, latents to values, and latents to
+   plain features of keys and then values. The struct is shared with engine/cpu/library.py. */
 typedef struct {
-    const Matrix *query_up, *key_ups, *value_ups;
+    const Matrix *query_up, *key_ups, *value_ups, *kv_ups;
     const float *query_norm, *latent_norm;
     int32_t query_rank, rank, plain_dim, rotary_dim;
     float eps, scale;
@@ -27,16 +27,29 @@ typedef struct {
     int32_t *first; /* [heads + 1]: where each head's rows begin */
 } LatentRoom;
 
-/* Where what is in `base` lies, and how many bytes that takes. With a base of NULL it only counts. */
-size_t latents_lay_out(const Latents *latents, int heads, int rows, char *base, LatentRoom *room);
+/* Rows of queries, neither rotated nor scaled, and the rotations of their positions. */
+typedef struct {
+    const float *rows;
+    int width;
+    const int64_t *positions;
+    const float *rotations;
+} Turned;
+
+/* Where what is in `base` lies, and how many bytes that takes. With a base of NULL it only counts. Without `attended` there
+   is no room for attention to latents. */
+size_t latents_lay_out(const Latents *latents, int heads, int rows, int attended, char *base, LatentRoom *room);
 
 /* For the products, in bytes. */
 size_t latents_scratch(const Latents *latents, int heads, int rows, int threads);
 
-/* Of rows of `down`, [queries or their latents, key], makes queries, already scaled, in the room, and writes keys to the
-   pool. `rotations` are those of positions. Every thread of the team calls it and the next, and has met at the end. */
-void make_latent_queries(const Latents *latents, const Items *items, Heads heads, const LayerKV *kv, float *down,
-                         int down_width, const int64_t *positions, const float *rotations, const LatentRoom *room,
+/* Of rows of `down`, [queries or their latents, key], writes the keys to the pool and gives the queries. Every thread of
+   the team calls this and the two functions that make something, and has met at the end of each. */
+Turned write_latents(const Latents *latents, const Items *items, Heads heads, const LayerKV *kv, float *down,
+                     int down_width, const int64_t *positions, const float *rotations, const LatentRoom *room,
+                     void *scratch, Team *team, int thread);
+
+/* Makes queries for latents, already scaled. */
+void make_latent_queries(const Latents *latents, int heads, int rows, const Turned *queries, const LatentRoom *room,
                          void *scratch, Team *team, int thread);
 
 /* Where attention reads the queries and leaves what it finds. */

@@ -220,6 +220,11 @@ void product(const Matrix *matrix, int rows, const float *x, int x_stride, float
     multiply_all(matrix, 1, first, x, x_stride, y, y_stride, how, NULL, scratch, team, thread);
 }
 
+void product_alone(const Matrix *matrix, int rows, const float *x, int x_stride, float *y, int y_stride) {
+    Tiles tiles = {matrix, (const char *)x, (size_t)x_stride * sizeof(float), y, (size_t)y_stride, STORE};
+    multiply(&tiles, matrix->format, 0, packed_blocks(matrix), 0, rows);
+}
+
 void product_with(const Matrix *matrix, const Added *added, const float *x, int x_stride, float *y, int y_stride, int how,
                   void *scratch, Team *team, int thread) {
     const int32_t first[] = {0, added->first[added->count]};

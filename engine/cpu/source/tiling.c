@@ -47,7 +47,7 @@ static int is_sound(const Items *items, int index, int row, const LayerKV *layer
     return 1;
 }
 
-Outcome tile_items(Tiling *tiling, const Items *items, Heads heads, const LayerKV *layer, int threads) {
+Outcome tile_items(Tiling *tiling, const Items *items, Heads heads, const LayerKV *layer, int32_t most_queries, int threads) {
     int group = heads.heads / heads.kv_heads;
     tiling->window = layer->window;
     tiling->in_window_pool = layer->in_window_pool;
@@ -58,6 +58,7 @@ Outcome tile_items(Tiling *tiling, const Items *items, Heads heads, const LayerK
     if (next_row != items->rows) return BAD_TABLE;
     for (int index = 0; index < items->count; index++) {
         const Item *item = &items->items[index];
+        if (item->queries > most_queries) continue;
         int rows = item->queries * group, history = item->length - item->queries;
         int height = rows <= FEW_ROWS ? rows : LANES, tiles = heads.kv_heads * ((rows + height - 1) / height);
         for (int kv_head = 0; kv_head < heads.kv_heads; kv_head++)

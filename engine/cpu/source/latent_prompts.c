@@ -1,0 +1,152 @@
+#include "vectors.h"
+
+#include "lanes.h"
+#include "latent_prompts.h"
+#include "memory.h"
+#include "row_ops.h"
+
+/* Queries of an item for which the arithmetic is less: some 170 in the sizes of DeepSeek's models. */
+#define MANY 256
+
+/* Queries that share what was made of a block of latents; what they have found so far is held meanwhile. */
+#define SHARING 512
+
+#define TILES ((SHARING + LANES - 1) / LANES)
+
+int32_t most_latent_queries(const Items *items, Heads heads, int threads) {
+    if (items->deterministic) return INT32_MAX;
+    int each = (threads + heads.heads - 1) / heads.heads; /* shares of a head's queries, one for every thread */
+    return most(MANY, SHARING * (each - 1) + 1) - 1;
+}
+
+/* What a thread holds: copies of latents, keys' plain features and values made of them, and tiles of queries. */
+typedef struct {
+    float *latents, *made, *powers, *tiles;
+} Room;
+
+static size_t tile_floats(const Latents *latents) {
+    return (size_t)(latents->plain_dim + latents->rotary_dim + latents->value_ups->outputs) * LANES;
+}
+
+static size_t lay_out(const Latents *latents, char *base, Room *room) {
+    size_t used = 0;
+    room->latents = take(base, &used, (size_t)KEYS * (size_t)PADDED(latents->rank));
+    room->made = take(base, &used, (size_t)KEYS * (size_t)product_width(latents->kv_ups));
+    room->powers = take(base, &used, (size_t)KEYS * LANES);
+    room->tiles = take(base, &used, TILES * tile_floats(latents));
+    return used;
+}
+
+size_t prompt_floats(const Latents *latents) {
+    Room room;
+    return lay_out(latents, NULL, &room) / sizeof(float);
+}
+
+/* Some queries of an item, for one head. */
+typedef struct {
+    const Latents *latents;
+    const Item *item;
+    const LayerKV *kv;
+    int page_size, head, query, queries;
+    Room room;
+    Lanes tiles[TILES];
+} Share;
+
+/* The last key that tile t sees. */
+static int last_key(const Share *share, int t) {
+    int query = least(share->query + t * LANES + LANES, share->query + share->queries) - 1;
+    return share->item->length - share->item->queries + query;
+}
+
+/* Puts the queries into lanes, rotated and scaled. */
+static void begin_tiles(Share *share, const Turned *queries) {
+    const Latents *latents = share->latents;
+    int plain = latents->plain_dim, rotary = latents->rotary_dim, dim = plain + rotary;
+    int history = share->item->length - share->item->queries;
+    for (int t = 0; t * LANES < share->queries; t++) {
+        Lanes *lanes = &share->tiles[t];
+        float *at = share->room.tiles + (size_t)t * tile_floats(latents);
+        *lanes = (Lanes){.q = at, .out = at + dim * LANES, .powers = share->room.powers, .highest = every(NOTHING)};
+        memset(lanes->out, 0, (size_t)(latents->value_ups->outputs * LANES) * sizeof(float));
+        for (int r = 0; r < LANES; r++) {
+            int query = share->query + least(t * LANES + r, share->queries - 1), row = share->item->row + query;
+            const float *from = queries->rows + (size_t)row * (size_t)queries->width + (size_t)(share->head * dim);
+            float turned[rotary];
+            memcpy(turned, from + plain, (size_t)rotary * sizeof(float));
+            rotate(turned, queries->rotations + (size_t)queries->positions[row] * (size_t)rotary, rotary, latents->scale);
+            for (int d = 0; d < plain; d++) lanes->q[d * LANES + r] = from[d] * latents->scale;
+            for (int d = 0; d < rotary; d++) lanes->q[(plain + d) * LANES + r] = turned[d];
+            lanes->last_keys[r] = history + query;
+        }
+    }
+}
+
+/* Takes in a block's keys and values, which are made of its latents. */
+static void take_block(Share *share, const Block *block) {
+    const Latents *latents = share->latents;
+    const Matrix *makes = &latents->kv_ups[share->head];
+    int plain = latents->plain_dim, width = product_width(makes), stride = PADDED(latents->rank);
+    Block made = {.token = block->token, .count = block->count};
+    for (int k = 0; k < block->count; k++) {
+        memcpy(share->room.latents + k * stride, share->kv->keys + block->at[k], (size_t)latents->rank * sizeof(float));
+        made.at[k] = (size_t)(k * width);
+    }
+    product_alone(makes, block->count, share->room.latents, stride, share->room.made, width);
+    const float *rotary = share->kv->keys + latents->rank - plain; /* feature `plain` of a key is its first rotary one */
+    for (int t = 0; t * LANES < share->queries; t++) {
+        Lanes *lanes = &share->tiles[t];
+        if (block->token > last_key(share, t)) continue;
+        lane_scores(lanes, share->room.made, 0, plain, &made);
+        lane_scores(lanes, rotary, plain, plain + latents->rotary_dim, block);
+        int seen_by_all = lanes->last_keys[0] + 1;
+        take_in(lanes, share->room.made + plain, &made, latents->value_ups->outputs, block->token + block->count > seen_by_all);
+    }
+}
+
+static void finish_tiles(const Share *share, float *to, int to_width) {
+    int value_dim = share->latents->value_ups->outputs;
+    for (int t = 0; t * LANES < share->queries; t++) {
+        const Lanes *lanes = &share->tiles[t];
+        int row = share->item->row + share->query + t * LANES, rows = least(LANES, share->queries - t * LANES);
+        float *first = to + (size_t)row * (size_t)to_width + (size_t)(share->head * value_dim);
+        for (int d = 0; d < value_dim; d++) {
+            Floats value = load(lanes->out + d * LANES) / lanes->sum;
+            for (int r = 0; r < rows; r++) first[(size_t)r * (size_t)to_width + (size_t)d] = value[r];
+        }
+    }
+}
+
+static void attend_share(Share *share, const Turned *queries, float *to, int to_width) {
+    const int32_t *pages = pages_of(share->item, share->kv);
+    int end = share->item->length - share->item->queries + share->query + share->queries;
+    int key_dim = share->latents->rank + share->latents->rotary_dim;
+    begin_tiles(share, queries);
+    Block block;
+    for (int token = 0; token < end; token += block.count) {
+        find_block(&block, pages, share->page_size, key_dim, token, end);
+        take_block(share, &block);
+    }
+    finish_tiles(share, to, to_width);
+}
+
+void attend_prompts(const Latents *latents, const Items *items, Heads heads, const LayerKV *kv, const Turned *queries,
+                    float *to, int to_width, float *room, Team *team, int thread) {
+    int32_t few = most_latent_queries(items, heads, team_size(team));
+    int64_t next = team_next(team), before = 0;
+    Share share = {.latents = latents, .kv = kv, .page_size = items->page_size};
+    lay_out(latents, (char *)(room + (size_t)thread * prompt_floats(latents)), &share.room);
+    for (int index = 0; index < items->count; index++) {
+        share.item = &items->items[index];
+        if (share.item->queries <= few) continue;
+        int shares = (share.item->queries + SHARING - 1) / SHARING;
+        for (; next < before + (int64_t)shares * heads.heads; next = team_next(team)) {
+            /* Queries that see most keys come first: the others fill in at the end. */
+            int place = shares - 1 - (int)((next - before) / heads.heads);
+            share.head = (int)((next - before) % heads.heads);
+            share.query = place * SHARING;
+            share.queries = least(SHARING, share.item->queries - share.query);
+            attend_share(&share, queries, to, to_width);
+        }
+        before += (int64_t)shares * heads.heads;
+    }
+}
