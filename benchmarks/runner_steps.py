@@ -62,7 +62,8 @@ def main() -> None:
         ModelSettings(args.model, load_format=args.load_format, dtype=args.dtype, num_threads=args.threads)
     )
     load_s = time.perf_counter() - started_s
-    num_pages = max(PROMPT_TOKENS, max(args.streams) * (args.context + PAGE_SIZE)) // PAGE_SIZE
+    longest = max(args.context + PROMPT_TOKENS, max(args.streams) * (args.context + PAGE_SIZE))
+    num_pages = longest // PAGE_SIZE
     runner = build_runner(loaded, CacheSettings(PAGE_SIZE, num_pages, window_ratio=1.0))
     for paged in (runner._pool.full, runner._pool.window):
         if paged is not None:
@@ -73,9 +74,9 @@ def main() -> None:
     for streams in args.streams:
         step = step_of(runner, [[token] for token in prompt[:streams]], args.context)
         rows.append({"streams": streams, **as_json(time_calls(step, args.rounds, warmup=2))})
-    rows.append(
-        {"prompt_tokens": PROMPT_TOKENS, **as_json(time_calls(step_of(runner, [prompt], 0), 3, warmup=1))}
-    )
+    for context in (0, args.context):
+        figures = as_json(time_calls(step_of(runner, [prompt], context), 3, warmup=1))
+        rows.append({"prompt_tokens": PROMPT_TOKENS, "context": context, **figures})
     status = Path("/proc/self/status").read_text()
     held_gb = int(status.split("VmRSS:")[1].split()[0]) / 1e6
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
@@ -94,7 +95,9 @@ def main() -> None:
     console.print(f"{loaded.about}: load {load_s:.1f} s, {held_gb:.2f} GB held, {peak_gb:.2f} GB at most")
     console.print(f"{result['kv_bytes_each']} bytes of KV for a token")
     for row in rows:
-        told = f"{row['streams']} streams" if "streams" in row else f"prompt of {row['prompt_tokens']} tokens"
+        told = f"{row.get('streams')} streams after {args.context} tokens"
+        if "prompt_tokens" in row:
+            told = f"{row['prompt_tokens']} tokens of a prompt after {row['context']}"
         console.print(f"{told}: {row['median_s'] * 1e3:.1f} ms a step, best {row['best_s'] * 1e3:.1f}")
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))

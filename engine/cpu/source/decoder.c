@@ -141,8 +141,8 @@ static void attend_latents(const Step *step, int index, Team *team, int thread) 
     const LayerKV *kv = &step->kv[index];
     LatentRoom room;
     latents_lay_out(latents, model->heads.heads, step->rows, step->has_others, step->latents, &room);
-    Turned queries = write_latents(latents, step->items, model->heads, kv, step->qkv, step->qkv_width, step->positions,
-                                   model->rotations, &room, step->scratch, team, thread);
+    Queries queries = write_latents(latents, step->items, model->heads, kv, step->qkv, step->qkv_width, step->positions,
+                                    model->rotations, &room, step->scratch, team, thread);
     if (step->has_others) {
         make_latent_queries(latents, model->heads.heads, step->rows, &queries, &room, step->scratch, team, thread);
         attend(step->tilings[index], step->items, model->heads, kv, latent_queries(latents, step->rows, &room),

@@ -59,7 +59,7 @@ static int last_key(const Share *share, int t) {
 }
 
 /* Puts the queries into lanes, rotated and scaled. */
-static void begin_tiles(Share *share, const Turned *queries) {
+static void begin_tiles(Share *share, const Queries *queries) {
     const Latents *latents = share->latents;
     int plain = latents->plain_dim, rotary = latents->rotary_dim, dim = plain + rotary;
     int history = share->item->length - share->item->queries;
@@ -116,7 +116,7 @@ static void finish_tiles(const Share *share, float *to, int to_width) {
     }
 }
 
-static void attend_share(Share *share, const Turned *queries, float *to, int to_width) {
+static void attend_share(Share *share, const Queries *queries, float *to, int to_width) {
     const int32_t *pages = pages_of(share->item, share->kv);
     int end = share->item->length - share->item->queries + share->query + share->queries;
     int key_dim = share->latents->rank + share->latents->rotary_dim;
@@ -129,7 +129,7 @@ static void attend_share(Share *share, const Turned *queries, float *to, int to_
     finish_tiles(share, to, to_width);
 }
 
-void attend_prompts(const Latents *latents, const Items *items, Heads heads, const LayerKV *kv, const Turned *queries,
+void attend_prompts(const Latents *latents, const Items *items, Heads heads, const LayerKV *kv, const Queries *queries,
                     float *to, int to_width, float *room, Team *team, int thread) {
     int32_t few = most_latent_queries(items, heads, team_size(team));
     int64_t next = team_next(team), before = 0;

@@ -14,7 +14,7 @@ size_t prompt_floats(const Latents *latents);
 
 /* Attends with those items' rows of `queries`, neither rotated nor scaled, and writes values to rows of `to`. Called by
    every thread of a team that has met since the keys were written. `room` has each thread's floats. */
-void attend_prompts(const Latents *latents, const Items *items, Heads heads, const LayerKV *kv, const Turned *queries,
+void attend_prompts(const Latents *latents, const Items *items, Heads heads, const LayerKV *kv, const Queries *queries,
                     float *to, int to_width, float *room, Team *team, int thread);
 
 #endif

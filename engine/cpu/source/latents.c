@@ -50,10 +50,10 @@ static int find_queries(const Latents *latents, int rows, float *down, int down_
     return width;
 }
 
-Turned write_latents(const Latents *latents, const Items *items, Heads heads, const LayerKV *kv, float *down,
+Queries write_latents(const Latents *latents, const Items *items, Heads heads, const LayerKV *kv, float *down,
                      int down_width, const int64_t *positions, const float *rotations, const LatentRoom *room,
                      void *scratch, Team *team, int thread) {
-    Turned queries = {.positions = positions, .rotations = rotations};
+    Queries queries = {.positions = positions, .rotations = rotations};
     int rotary = latents->rotary_dim, first, end;
     queries.width = find_queries(latents, items->rows, down, down_width, room, scratch, team, thread, &queries.rows);
     int key_at = latents->query_up == NULL ? heads.heads * (latents->plain_dim + rotary) : latents->query_rank;
@@ -68,7 +68,7 @@ Turned write_latents(const Latents *latents, const Items *items, Heads heads, co
     return queries;
 }
 
-void make_latent_queries(const Latents *latents, int heads, int rows, const Turned *queries, const LatentRoom *room,
+void make_latent_queries(const Latents *latents, int heads, int rows, const Queries *queries, const LatentRoom *room,
                          void *scratch, Team *team, int thread) {
     int plain = latents->plain_dim, rotary = latents->rotary_dim, width = key_width(latents), first, end;
     team_share(team, thread, rows, &first, &end);

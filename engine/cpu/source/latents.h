@@ -33,7 +33,7 @@ typedef struct {
     int width;
     const int64_t *positions;
     const float *rotations;
-} Turned;
+} Queries;
 
 /* Where what is in `base` lies, and how many bytes that takes. With a base of NULL it only counts. Without `attended` there
    is no room for attention to latents. */
@@ -44,12 +44,12 @@ size_t latents_scratch(const Latents *latents, int heads, int rows, int threads)
 
 /* Of rows of `down`, [queries or their latents, key], writes the keys to the pool and gives the queries. Every thread of
    the team calls this and the two functions that make something, and has met at the end of each. */
-Turned write_latents(const Latents *latents, const Items *items, Heads heads, const LayerKV *kv, float *down,
+Queries write_latents(const Latents *latents, const Items *items, Heads heads, const LayerKV *kv, float *down,
                      int down_width, const int64_t *positions, const float *rotations, const LatentRoom *room,
                      void *scratch, Team *team, int thread);
 
 /* Makes queries for latents, already scaled. */
-void make_latent_queries(const Latents *latents, int heads, int rows, const Turned *queries, const LatentRoom *room,
+void make_latent_queries(const Latents *latents, int heads, int rows, const Queries *queries, const LatentRoom *room,
                          void *scratch, Team *team, int thread);
 
 /* Where attention reads the queries and leaves what it finds. */
