@@ -245,7 +245,7 @@ static void attend_lanes(const Tile *tile, const Items *items, Heads heads, cons
         find_block(&block, pages, items->page_size, head_dim, token, tile->end);
         if (values != keys)
             for (int k = 0; k < block.count; k++) fetch(values + block.at[k], (size_t)value_dim);
-        lane_scores(&lanes, keys, 0, head_dim, &block);
+        lane_scores(&lanes, 0, head_dim, keys, &block);
         take_in(&lanes, values, &block, value_dim, layer->window > 0 || token + block.count > seen_by_all);
     }
     if (tile->parts == 1) {

@@ -53,14 +53,15 @@ typedef struct {
     int32_t heads, kv_heads, head_dim, value_dim;
 } Heads;
 
-/* Head h of row r is at `at` + r * row_stride + h * head_stride. */
+/* Head h of row first + r is at `at` + r * row_stride + h * head_stride. */
 typedef struct {
     float *at;
     size_t row_stride, head_stride;
+    int32_t first;
 } HeadRows;
 
 static inline float *head_of(HeadRows rows, int row, int head) {
-    return rows.at + (size_t)row * rows.row_stride + (size_t)head * rows.head_stride;
+    return rows.at + (size_t)(row - rows.first) * rows.row_stride + (size_t)head * rows.head_stride;
 }
 
 /* Rows of one key head that are computed together: row r is query r / group of the item, head r % group of the group.
@@ -78,9 +79,10 @@ typedef struct {
     Tile *tiles;
 } Tiling;
 
-/* Cuts the items that have at most `most_queries` anew; memory is kept from step to step. Tables are followed from then on without a look: all that the
-   layer reads or writes is looked at here. */
-Outcome tile_items(Tiling *tiling, const Items *items, Heads heads, const LayerKV *layer, int32_t most_queries, int threads);
+/* Cuts the items anew, but for those with more than `most_queries`; memory is kept from step to step. Tables are followed
+   from then on without a look: all that the layer reads or writes is looked at here, of every item. */
+Outcome tile_items(Tiling *tiling, const Items *items, Heads heads, const LayerKV *layer, int32_t most_queries,
+                   int threads);
 
 void tiling_free(Tiling *tiling);
 

@@ -68,7 +68,9 @@ typedef struct {
     const Tiling **tilings; /* by layer */
     const Adapters *adapters; /* NULL if no row has one */
     int rows, x_width, qkv_width, heads_width, inner_width;
-    int has_prompts, has_others; /* items with many queries, where there are latents, and others */
+    int32_t most_queries; /* items with more are prompts that do not attend to latents */
+    int has_prompts;
+    RowRange others; /* from the first row of another item to the last */
     float *given, *x, *normed, *qkv, *attended, *inner, *partials, *prompts;
     void *scratch, *experts, *latents;
     UpdateRoom updates;
@@ -140,20 +142,20 @@ static void attend_latents(const Step *step, int index, Team *team, int thread) 
     const Latents *latents = model->layers[index].latents;
     const LayerKV *kv = &step->kv[index];
     LatentRoom room;
-    latents_lay_out(latents, model->heads.heads, step->rows, step->has_others, step->latents, &room);
+    latents_lay_out(latents, model->heads.heads, step->rows, step->others.count, step->latents, &room);
     Queries queries = write_latents(latents, step->items, model->heads, kv, step->qkv, step->qkv_width, step->positions,
                                     model->rotations, &room, step->scratch, team, thread);
-    if (step->has_others) {
-        make_latent_queries(latents, model->heads.heads, step->rows, &queries, &room, step->scratch, team, thread);
-        attend(step->tilings[index], step->items, model->heads, kv, latent_queries(latents, step->rows, &room),
-               latents_found(latents, step->rows, &room), step->partials, team);
+    if (step->others.count > 0) {
+        make_latent_queries(latents, model->heads.heads, step->others, &queries, &room, step->scratch, team, thread);
+        attend(step->tilings[index], step->items, model->heads, kv, latent_queries(latents, step->others, &room),
+               latents_found(latents, step->others, &room), step->partials, team);
         team_meet(team);
-        make_latent_values(latents, model->heads.heads, step->rows, &room, step->attended, step->heads_width,
+        make_latent_values(latents, model->heads.heads, step->others, &room, step->attended, step->heads_width,
                            step->scratch, team, thread);
     }
     if (step->has_prompts) {
-        attend_prompts(latents, step->items, model->heads, kv, &queries, step->attended, step->heads_width, step->prompts,
-                       team, thread);
+        attend_prompts(latents, step->items, step->most_queries, model->heads, kv, &queries, step->attended,
+                       step->heads_width, step->prompts, team, thread);
         team_meet(team);
     }
 }
@@ -242,7 +244,7 @@ static Needs needs_of(const Step *step, int threads) {
         }
         if (layer->latents != NULL) {
             LatentRoom room;
-            size_t bytes = latents_lay_out(layer->latents, model->heads.heads, rows, step->has_others, NULL, &room);
+            size_t bytes = latents_lay_out(layer->latents, model->heads.heads, rows, step->others.count, NULL, &room);
             scratch = larger_of(scratch, latents_scratch(layer->latents, model->heads.heads, rows, threads));
             needs.latents = larger_of(needs.latents, bytes / sizeof(float));
             if (step->has_prompts)
@@ -285,6 +287,17 @@ static size_t lay_out(Step *step, char *base, Needs needs, size_t partials) {
     return used;
 }
 
+/* Whether an item is a prompt or one of the others. */
+static void take_note(Step *step, const Item *item) {
+    RowRange *others = &step->others;
+    if (item->queries > step->most_queries) {
+        step->has_prompts = 1;
+        return;
+    }
+    if (others->count == 0) others->first = item->row;
+    others->count = item->row + item->queries - others->first;
+}
+
 /* One step of `rows` tokens: `x` [rows][hidden] comes with their embeddings and leaves with the last layer's output.
    `kv` is by layer. `adapters` are those of the rows, or NULL. Gives an Outcome: after all but DONE x and the pool are
    as they were. */
@@ -295,7 +308,8 @@ API int kedge_decoder_step(Decoder *decoder, Team *team, const Items *items, con
     const Tiling *tilings[model->num_layers + 1];
     int made = 0;
     size_t partials = 0;
-    int32_t most_queries = layer->latents == NULL ? INT32_MAX : most_latent_queries(items, model->heads, team_size(team));
+    int32_t most_queries = INT32_MAX;
+    if (layer->latents != NULL) most_queries = most_attending(items, model->heads, team_size(team));
     for (int index = 0; index < model->num_layers; index++) {
         Outcome outcome = tiling_for(decoder, &made, items, &kv[index], most_queries, team_size(team), &tilings[index]);
         if (outcome != DONE) return outcome;
@@ -304,12 +318,11 @@ API int kedge_decoder_step(Decoder *decoder, Team *team, const Items *items, con
     for (int row = 0; row < items->rows; row++)
         if (positions[row] < 0 || positions[row] >= model->num_positions) return BAD_POSITION;
     Step step = {.model = model, .items = items, .kv = kv, .positions = positions, .tilings = tilings,
-                 .adapters = adapters, .rows = items->rows, .x_width = product_width(layer->out),
+                 .adapters = adapters, .most_queries = most_queries, .rows = items->rows, .x_width = product_width(layer->out),
                  .qkv_width = product_width(layer->qkv),
                  .heads_width = PADDED(layer->out->inputs), .given = x};
     for (int index = 0; index < items->count; index++)
-        if (items->items[index].queries > most_queries) step.has_prompts = 1;
-        else step.has_others = 1;
+        take_note(&step, &items->items[index]);
     Needs needs = needs_of(&step, team_size(team));
     step.inner_width = (int)needs.inner_width;
     if (adapters != NULL) {

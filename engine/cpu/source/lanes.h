@@ -25,7 +25,8 @@ typedef struct {
     Floats highest, sum;
 } Lanes;
 
-INLINE void score_some(const Lanes *lanes, const float *keys, int first, int end, const Block *block, int key,
+/* Features first .. first+count-1 of the queries with the first of the keys' at `keys`. */
+INLINE void score_some(const Lanes *lanes, int first, int count, const float *keys, const Block *block, int key,
                        const int keys_at_once) {
     Floats sums[8];
     const float *from[8];
@@ -33,21 +34,23 @@ INLINE void score_some(const Lanes *lanes, const float *keys, int first, int end
         sums[k] = first == 0 ? (Floats){0} : load(lanes->powers + (key + k) * LANES);
         from[k] = keys + block->at[key + k];
     }
-    for (int d = first; d < end; d++) {
-        Floats part = load(lanes->q + d * LANES);
+    for (int d = 0; d < count; d++) {
+        Floats part = load(lanes->q + (first + d) * LANES);
         UNROLL for (int k = 0; k < keys_at_once; k++) sums[k] += part * from[k][d];
     }
     UNROLL for (int k = 0; k < keys_at_once; k++) store(lanes->powers + (key + k) * LANES, sums[k]);
 }
 
-/* Adds what features first .. end-1 give to the scores of a block's keys; the first features begin them. A function of
-   its own, or not all pointers to keys are held in registers. */
-static __attribute__((noinline, unused)) void lane_scores(const Lanes *lanes, const float *keys, int first, int end,
+/* Adds to the scores of a block's keys what features first .. first+count-1 of the queries give, where `keys` are the
+   keys' features for these; feature 0 begins the scores. A function of its own, or not all pointers to keys are held in
+   registers. */
+static __attribute__((noinline, unused)) void lane_scores(const Lanes *lanes, int first, int count, const float *keys,
                                                           const Block *block) {
-    for (int from = first; from < end; from += SCORED) {
-        int to = least(end, from + SCORED), key = 0;
-        for (; key + 8 <= block->count; key += 8) score_some(lanes, keys, from, to, block, key, 8);
-        for (; key < block->count; key++) score_some(lanes, keys, from, to, block, key, 1);
+    for (int done = 0; done < count; done += SCORED) {
+        int now = least(count - done, SCORED), key = 0;
+        for (; key + 8 <= block->count; key += 8)
+            score_some(lanes, first + done, now, keys + done, block, key, 8);
+        for (; key < block->count; key++) score_some(lanes, first + done, now, keys + done, block, key, 1);
     }
 }
 

@@ -5,18 +5,21 @@
 #include "memory.h"
 #include "row_ops.h"
 
-/* Queries of an item for which the arithmetic is less: some 170 in the sizes of DeepSeek's models. */
+/* An item with so many queries has keys and values made. The arithmetic is less from some 170 on, in the sizes of
+   DeepSeek's models. */
 #define MANY 256
 
-/* Queries that share what was made of a block of latents; what they have found so far is held meanwhile. */
+/* Queries that share what is made of a block of latents, up to MANY more. What they have found is held meanwhile. */
 #define SHARING 512
 
-#define TILES ((SHARING + LANES - 1) / LANES)
+#define TILES ((SHARING + MANY + LANES - 1) / LANES)
 
-int32_t most_latent_queries(const Items *items, Heads heads, int threads) {
+static int shares_of(const Item *item) { return (item->queries - MANY + SHARING) / SHARING; }
+
+int32_t most_attending(const Items *items, Heads heads, int threads) {
     if (items->deterministic) return INT32_MAX;
-    int each = (threads + heads.heads - 1) / heads.heads; /* shares of a head's queries, one for every thread */
-    return most(MANY, SHARING * (each - 1) + 1) - 1;
+    int each = (threads + heads.heads - 1) / heads.heads; /* shares of a head's queries that give every thread one */
+    return MANY + SHARING * (each - 1) - 1;
 }
 
 /* What a thread holds: copies of latents, keys' plain features and values made of them, and tiles of queries. */
@@ -73,7 +76,8 @@ static void begin_tiles(Share *share, const Queries *queries) {
             const float *from = queries->rows + (size_t)row * (size_t)queries->width + (size_t)(share->head * dim);
             float turned[rotary];
             memcpy(turned, from + plain, (size_t)rotary * sizeof(float));
-            rotate(turned, queries->rotations + (size_t)queries->positions[row] * (size_t)rotary, rotary, latents->scale);
+            const float *rotation = queries->rotations + (size_t)queries->positions[row] * (size_t)rotary;
+            rotate(turned, rotation, rotary, latents->scale);
             for (int d = 0; d < plain; d++) lanes->q[d * LANES + r] = from[d] * latents->scale;
             for (int d = 0; d < rotary; d++) lanes->q[(plain + d) * LANES + r] = turned[d];
             lanes->last_keys[r] = history + query;
@@ -88,18 +92,18 @@ static void take_block(Share *share, const Block *block) {
     int plain = latents->plain_dim, width = product_width(makes), stride = PADDED(latents->rank);
     Block made = {.token = block->token, .count = block->count};
     for (int k = 0; k < block->count; k++) {
-        memcpy(share->room.latents + k * stride, share->kv->keys + block->at[k], (size_t)latents->rank * sizeof(float));
+        const float *latent = share->kv->keys + block->at[k];
+        memcpy(share->room.latents + k * stride, latent, (size_t)latents->rank * sizeof(float));
         made.at[k] = (size_t)(k * width);
     }
     product_alone(makes, block->count, share->room.latents, stride, share->room.made, width);
-    const float *rotary = share->kv->keys + latents->rank - plain; /* feature `plain` of a key is its first rotary one */
     for (int t = 0; t * LANES < share->queries; t++) {
         Lanes *lanes = &share->tiles[t];
         if (block->token > last_key(share, t)) continue;
-        lane_scores(lanes, share->room.made, 0, plain, &made);
-        lane_scores(lanes, rotary, plain, plain + latents->rotary_dim, block);
-        int seen_by_all = lanes->last_keys[0] + 1;
-        take_in(lanes, share->room.made + plain, &made, latents->value_ups->outputs, block->token + block->count > seen_by_all);
+        lane_scores(lanes, 0, plain, share->room.made, &made);
+        lane_scores(lanes, plain, latents->rotary_dim, share->kv->keys + latents->rank, block);
+        int hides = block->token + block->count > lanes->last_keys[0] + 1;
+        take_in(lanes, share->room.made + plain, &made, latents->value_ups->outputs, hides);
     }
 }
 
@@ -129,24 +133,23 @@ static void attend_share(Share *share, const Queries *queries, float *to, int to
     finish_tiles(share, to, to_width);
 }
 
-void attend_prompts(const Latents *latents, const Items *items, Heads heads, const LayerKV *kv, const Queries *queries,
-                    float *to, int to_width, float *room, Team *team, int thread) {
-    int32_t few = most_latent_queries(items, heads, team_size(team));
+void attend_prompts(const Latents *latents, const Items *items, int32_t few, Heads heads, const LayerKV *kv,
+                    const Queries *queries, float *to, int to_width, float *room, Team *team, int thread) {
     int64_t next = team_next(team), before = 0;
     Share share = {.latents = latents, .kv = kv, .page_size = items->page_size};
     lay_out(latents, (char *)(room + (size_t)thread * prompt_floats(latents)), &share.room);
     for (int index = 0; index < items->count; index++) {
         share.item = &items->items[index];
         if (share.item->queries <= few) continue;
-        int shares = (share.item->queries + SHARING - 1) / SHARING;
-        for (; next < before + (int64_t)shares * heads.heads; next = team_next(team)) {
+        int64_t shares = shares_of(share.item), queries_of = share.item->queries;
+        for (; next < before + shares * heads.heads; next = team_next(team)) {
             /* Queries that see most keys come first: the others fill in at the end. */
-            int place = shares - 1 - (int)((next - before) / heads.heads);
+            int64_t place = shares - 1 - (next - before) / heads.heads;
             share.head = (int)((next - before) % heads.heads);
-            share.query = place * SHARING;
-            share.queries = least(SHARING, share.item->queries - share.query);
+            share.query = (int)(queries_of * place / shares);
+            share.queries = (int)(queries_of * (place + 1) / shares) - share.query;
             attend_share(&share, queries, to, to_width);
         }
-        before += (int64_t)shares * heads.heads;
+        before += shares * heads.heads;
     }
 }

@@ -6,15 +6,16 @@
 
 #include "latents.h"
 
-/* Items with more queries have it. None have if a query's results must not depend on the queries beside it. */
-int32_t most_latent_queries(const Items *items, Heads heads, int threads);
+/* The most queries of an item that attends to latents: of any, if results must not depend on the queries beside them. */
+int32_t most_attending(const Items *items, Heads heads, int threads);
 
 /* Floats for each thread. */
 size_t prompt_floats(const Latents *latents);
 
-/* Attends with those items' rows of `queries`, neither rotated nor scaled, and writes values to rows of `to`. Called by
-   every thread of a team that has met since the keys were written. `room` has each thread's floats. */
-void attend_prompts(const Latents *latents, const Items *items, Heads heads, const LayerKV *kv, const Queries *queries,
-                    float *to, int to_width, float *room, Team *team, int thread);
+/* Attends with the queries of items that have more than `few`, and writes values to their rows of `to`. The layer has
+   neither a window nor sinks. Called by every thread of a team that has met since the keys were written, and must meet
+   before `to` is read. `room` has each thread's floats. */
+void attend_prompts(const Latents *latents, const Items *items, int32_t few, Heads heads, const LayerKV *kv,
+                    const Queries *queries, float *to, int to_width, float *room, Team *team, int thread);
 
 #endif

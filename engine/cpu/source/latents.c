@@ -12,8 +12,8 @@ static int plain_width(const Latents *latents) {
     return most(PADDED(latents->plain_dim), product_width(latents->value_ups));
 }
 
-size_t latents_lay_out(const Latents *latents, int heads, int rows, int attended, char *base, LatentRoom *room) {
-    size_t used = 0, many = attended ? (size_t)heads * (size_t)rows : 0;
+size_t latents_lay_out(const Latents *latents, int heads, int rows, int attending, char *base, LatentRoom *room) {
+    size_t used = 0, many = (size_t)heads * (size_t)attending;
     int query_width = latents->query_up == NULL ? 0 : product_width(latents->query_up);
     room->query = take(base, &used, (size_t)rows * (size_t)query_width);
     room->plain = take(base, &used, many * (size_t)plain_width(latents));
@@ -68,28 +68,28 @@ Queries write_latents(const Latents *latents, const Items *items, Heads heads, c
     return queries;
 }
 
-void make_latent_queries(const Latents *latents, int heads, int rows, const Queries *queries, const LatentRoom *room,
+void make_latent_queries(const Latents *latents, int heads, RowRange rows, const Queries *queries, const LatentRoom *room,
                          void *scratch, Team *team, int thread) {
     int plain = latents->plain_dim, rotary = latents->rotary_dim, width = key_width(latents), first, end;
-    team_share(team, thread, rows, &first, &end);
-    for (int row = first; row < end; row++) {
-        const float *query = queries->rows + (size_t)row * (size_t)queries->width;
+    team_share(team, thread, rows.count, &first, &end);
+    for (int r = first; r < end; r++) {
+        const float *query = queries->rows + (size_t)(rows.first + r) * (size_t)queries->width;
         for (int head = 0; head < heads; head++, query += plain + rotary) {
-            float *to = room->plain + ((size_t)head * (size_t)rows + (size_t)row) * (size_t)plain_width(latents);
+            float *to = room->plain + (size_t)(head * rows.count + r) * (size_t)plain_width(latents);
             for (int i = 0; i < plain; i++) to[i] = query[i] * latents->scale;
         }
     }
     if (thread == 0)
-        for (int head = 0; head <= heads; head++) room->first[head] = head * rows;
+        for (int head = 0; head <= heads; head++) room->first[head] = head * rows.count;
     team_meet(team);
     grouped_product(latents->key_ups, heads, room->first, room->plain, plain_width(latents), room->queries, width, STORE,
                     scratch, team, thread);
     team_meet(team);
-    for (int row = first; row < end; row++) {
-        const float *query = queries->rows + (size_t)row * (size_t)queries->width + plain;
-        const float *rotation = queries->rotations + (size_t)queries->positions[row] * (size_t)rotary;
+    for (int r = first; r < end; r++) {
+        const float *query = queries->rows + (size_t)(rows.first + r) * (size_t)queries->width + plain;
+        const float *rotation = queries->rotations + (size_t)queries->positions[rows.first + r] * (size_t)rotary;
         for (int head = 0; head < heads; head++, query += plain + rotary) {
-            float *to = room->queries + ((size_t)head * (size_t)rows + (size_t)row) * (size_t)width + latents->rank;
+            float *to = room->queries + (size_t)(head * rows.count + r) * (size_t)width + latents->rank;
             memcpy(to, query, (size_t)rotary * sizeof(float));
             rotate(to, rotation, rotary, latents->scale);
         }
@@ -97,27 +97,26 @@ void make_latent_queries(const Latents *latents, int heads, int rows, const Quer
     team_meet(team);
 }
 
-HeadRows latent_queries(const Latents *latents, int rows, const LatentRoom *room) {
+HeadRows latent_queries(const Latents *latents, RowRange rows, const LatentRoom *room) {
     size_t width = (size_t)key_width(latents);
-    return (HeadRows){room->queries, width, (size_t)rows * width};
+    return (HeadRows){room->queries, width, (size_t)rows.count * width, rows.first};
 }
 
-HeadRows latents_found(const Latents *latents, int rows, const LatentRoom *room) {
+HeadRows latents_found(const Latents *latents, RowRange rows, const LatentRoom *room) {
     size_t width = (size_t)PADDED(latents->rank);
-    return (HeadRows){room->found, width, (size_t)rows * width};
+    return (HeadRows){room->found, width, (size_t)rows.count * width, rows.first};
 }
 
-void make_latent_values(const Latents *latents, int heads, int rows, const LatentRoom *room, float *to, int to_width,
+void make_latent_values(const Latents *latents, int heads, RowRange rows, const LatentRoom *room, float *to, int to_width,
                         void *scratch, Team *team, int thread) {
     int first, end, width = plain_width(latents), value_dim = latents->value_ups->outputs;
     grouped_product(latents->value_ups, heads, room->first, room->found, PADDED(latents->rank), room->plain, width, STORE,
                     scratch, team, thread);
     team_meet(team);
-    team_share(team, thread, rows, &first, &end);
-    for (int row = first; row < end; row++)
+    team_share(team, thread, rows.count, &first, &end);
+    for (int r = first; r < end; r++)
         for (int head = 0; head < heads; head++)
-            memcpy(to + (size_t)row * (size_t)to_width + head * value_dim,
-                   room->plain + ((size_t)head * (size_t)rows + (size_t)row) * (size_t)width,
-                   (size_t)value_dim * sizeof(float));
+            memcpy(to + (size_t)(rows.first + r) * (size_t)to_width + head * value_dim,
+                   room->plain + (size_t)(head * rows.count + r) * (size_t)width, (size_t)value_dim * sizeof(float));
     team_meet(team);
 }

@@ -18,12 +18,17 @@ typedef struct {
     float eps, scale;
 } Latents;
 
-/* What a step needs for it, by head and then by row. */
+/* Rows first .. first+count-1 of a step. */
+typedef struct {
+    int32_t first, count;
+} RowRange;
+
+/* What a step needs for it. Legend: M rows that attend to latents. */
 typedef struct {
     float *query;   /* [rows][width of query_up] */
-    float *plain;   /* [heads][rows][width of a plain query, or of a value] */
-    float *queries; /* [heads][rows][padded key] */
-    float *found;   /* [heads][rows][padded latent] */
+    float *plain;   /* [heads][M][width of a plain query, or of a value] */
+    float *queries; /* [heads][M][padded key] */
+    float *found;   /* [heads][M][padded latent] */
     int32_t *first; /* [heads + 1]: where each head's rows begin */
 } LatentRoom;
 
@@ -35,9 +40,9 @@ typedef struct {
     const float *rotations;
 } Queries;
 
-/* Where what is in `base` lies, and how many bytes that takes. With a base of NULL it only counts. Without `attended` there
-   is no room for attention to latents. */
-size_t latents_lay_out(const Latents *latents, int heads, int rows, int attended, char *base, LatentRoom *room);
+/* Where what is in `base` lies, and how many bytes that takes, if of a step's `rows` there are `attending` that attend to
+   latents. With a base of NULL it only counts. */
+size_t latents_lay_out(const Latents *latents, int heads, int rows, int attending, char *base, LatentRoom *room);
 
 /* For the products, in bytes. */
 size_t latents_scratch(const Latents *latents, int heads, int rows, int threads);
@@ -48,16 +53,16 @@ Queries write_latents(const Latents *latents, const Items *items, Heads heads, c
                      int down_width, const int64_t *positions, const float *rotations, const LatentRoom *room,
                      void *scratch, Team *team, int thread);
 
-/* Makes queries for latents, already scaled. */
-void make_latent_queries(const Latents *latents, int heads, int rows, const Queries *queries, const LatentRoom *room,
+/* Makes queries for latents, already scaled, of some rows. */
+void make_latent_queries(const Latents *latents, int heads, RowRange rows, const Queries *queries, const LatentRoom *room,
                          void *scratch, Team *team, int thread);
 
 /* Where attention reads the queries and leaves what it finds. */
-HeadRows latent_queries(const Latents *latents, int rows, const LatentRoom *room);
-HeadRows latents_found(const Latents *latents, int rows, const LatentRoom *room);
+HeadRows latent_queries(const Latents *latents, RowRange rows, const LatentRoom *room);
+HeadRows latents_found(const Latents *latents, RowRange rows, const LatentRoom *room);
 
-/* Writes the heads' values, one after another, to rows of `to`. */
-void make_latent_values(const Latents *latents, int heads, int rows, const LatentRoom *room, float *to, int to_width,
+/* Writes the heads' values, one after another, to these rows of `to`. */
+void make_latent_values(const Latents *latents, int heads, RowRange rows, const LatentRoom *room, float *to, int to_width,
                         void *scratch, Team *team, int thread);
 
 #endif

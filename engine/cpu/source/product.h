@@ -48,7 +48,7 @@ size_t grouped_scratch(const Matrix *matrices, int count, int rows, int threads)
 void product(const Matrix *matrix, int rows, const float *x, int x_stride, float *y, int y_stride, int how,
              void *scratch, Team *team, int thread);
 
-/* All of a product by this thread alone, with a matrix that is not quantized and rows that are not rounded. */
+/* All of a product by this thread alone. The matrix is not quantized; rows stay floats, even if it `rounds`. */
 void product_alone(const Matrix *matrix, int rows, const float *x, int x_stride, float *y, int y_stride);
 
 /* What is added to a product before it is used: rows first[i] .. first[i + 1] - 1 of x times matrix i. Each matrix has as

@@ -47,7 +47,8 @@ static int is_sound(const Items *items, int index, int row, const LayerKV *layer
     return 1;
 }
 
-Outcome tile_items(Tiling *tiling, const Items *items, Heads heads, const LayerKV *layer, int32_t most_queries, int threads) {
+Outcome tile_items(Tiling *tiling, const Items *items, Heads heads, const LayerKV *layer, int32_t most_queries,
+                   int threads) {
     int group = heads.heads / heads.kv_heads;
     tiling->window = layer->window;
     tiling->in_window_pool = layer->in_window_pool;

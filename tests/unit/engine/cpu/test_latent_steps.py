@@ -97,3 +97,15 @@ def test_rotary_features_at_an_odd_place_without_compiled_steps(tmp_path: Path, 
         run(plain, TorchAttention(poisoned_pool(plain)), lengths) for lengths in ([(9, 0)], [(8, 0), (1, 0)])
     )
     torch.testing.assert_close(apart[1], together[0][8:], **TOLERANCE)
+
+
+@every_build
+def test_equal_bits_however_a_long_prompt_is_cut(tmp_path: Path, variant: str) -> None:
+    """With `deterministic` no prompt has keys and values of its own."""
+    kernels = kernels_of(variant)
+    whole = load(tmp_path, DENSE, PackedLinears(Workers(kernels, 2), rounds=False))
+    together, apart = (
+        run(whole, CpuAttention(poisoned_pool(whole), kernels, deterministic=True), lengths)
+        for lengths in ([(700, 0)], [(256, 0), (444, 0)])
+    )
+    assert torch.equal(torch.cat(apart), together[0])
