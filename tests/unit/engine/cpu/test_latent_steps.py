@@ -106,6 +106,6 @@ def test_equal_bits_however_a_long_prompt_is_cut(tmp_path: Path, variant: str) -
     whole = load(tmp_path, DENSE, PackedLinears(Workers(kernels, 2), rounds=False))
     together, apart = (
         run(whole, CpuAttention(poisoned_pool(whole), kernels, deterministic=True), lengths)
-        for lengths in ([(700, 0)], [(256, 0), (444, 0)])
+        for lengths in ([(700, 0)], [(256, 0), (200, 0), (244, 0)])
     )
     assert torch.equal(torch.cat(apart), together[0])
