@@ -143,7 +143,7 @@ class LayerWeights:
     def _ups(self, latent: LatentSpec) -> tuple[list[Linear], list[Linear], list[Linear]]:
         """By head: a latent's plain features of the key, turned around; its value; and both."""
         whole = self._source.take(f"{self._prefix}self_attn.kv_b_proj.weight").to(self._device)
-        heads = whole.split(latent.plain_dim + latent.value_dim)
+        heads = whole.view(self._spec.num_heads, -1, latent.rank).unbind(0)
         keys = [head[: latent.plain_dim].t().contiguous() for head in heads]
         values = [head[latent.plain_dim :].contiguous() for head in heads]
         key_ups, value_ups, kv_ups = (
