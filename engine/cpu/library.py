@@ -113,7 +113,7 @@ class LatentsC(Structure):
         ("query_up", c_void_p),
         ("key_ups", c_void_p),
         ("value_ups", c_void_p),
-        ("kv_ups", c_void_p),
+        ("plain_ups", c_void_p),
         ("query_norm", c_void_p),
         ("latent_norm", c_void_p),
         ("query_rank", c_int32),

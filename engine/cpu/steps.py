@@ -155,7 +155,7 @@ class WholeSteps:
             None if attention.query_up is None else self._matrices(attention.query_up),
             self._matrices(*attention.key_ups),
             self._matrices(*attention.value_ups),
-            self._matrices(*attention.kv_ups),
+            self._matrices(*attention.plain_ups),
             self._floats_or_none(attention.query_norm),
             self._floats(attention.latent_norm_L),
             latent.query_rank or 0,

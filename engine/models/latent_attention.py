@@ -25,9 +25,9 @@ from engine.models.ops import Norm, Rotation
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentAttention:
     """`down` is one product for queries, or their latents, and for key latents and rotary features. `query_up` makes
-    queries of their latents. By head are `key_ups`, [plain] to [L], and `value_ups`, [L] to [V]. `kv_ups`, [L] to
-    [plain + V], make the keys and values themselves, for code that attends with many queries in that way.
-    `latent_norm_L` and `query_norm` are the weights of the norms of latents."""
+    queries of their latents. By head are `key_ups`, [plain] to [L], and `value_ups`, [L] to [V]. `plain_ups`, [L] to
+    [plain], are for code that makes the keys themselves, for many queries. `latent_norm_L` and `query_norm` are the
+    weights of the norms of latents."""
 
     traits: LayerTraits
     latent: LatentSpec
@@ -38,7 +38,7 @@ class LatentAttention:
     latent_norm_L: Tensor
     key_ups: Sequence[Linear]
     value_ups: Sequence[Linear]
-    kv_ups: Sequence[Linear]
+    plain_ups: Sequence[Linear]
     normalise_query: Norm | None
     normalise_latent: Norm
     rotate: Rotation

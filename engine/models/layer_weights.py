@@ -111,7 +111,7 @@ class LayerWeights:
             query = "self_attn.q_a_proj"
             query_norm = self.vector("self_attn.q_a_layernorm.weight")
             query_up = self._fused(["self_attn.q_b_proj"], False, order)
-        key_ups, value_ups, kv_ups = self._ups(latent)
+        key_ups, value_ups, plain_ups = self._ups(latent)
         return LatentAttention(
             traits=LayerTraits(latent.scale, self._spec.windows[self._index]),
             latent=latent,
@@ -122,7 +122,7 @@ class LayerWeights:
             latent_norm_L=latent_norm_L,
             key_ups=key_ups,
             value_ups=value_ups,
-            kv_ups=kv_ups,
+            plain_ups=plain_ups,
             normalise_query=None if query_norm is None else ops.norm(query_norm, NORM_EPS),
             normalise_latent=ops.norm(latent_norm_L, NORM_EPS),
             rotate=ops.rotation(None, NORM_EPS),
@@ -141,15 +141,16 @@ class LayerWeights:
         }
 
     def _ups(self, latent: LatentSpec) -> tuple[list[Linear], list[Linear], list[Linear]]:
-        """By head: a latent's plain features of the key, turned around; its value; and both."""
+        """By head: the product of a latent's plain features of the key, turned around; that of its value; and the first
+        as it is."""
         whole = self._source.take(f"{self._prefix}self_attn.kv_b_proj.weight").to(self._device)
-        heads = whole.view(self._spec.num_heads, -1, latent.rank).unbind(0)
-        keys = [head[: latent.plain_dim].t().contiguous() for head in heads]
-        values = [head[latent.plain_dim :].contiguous() for head in heads]
-        key_ups, value_ups, kv_ups = (
-            [self._make_linear(each, None) for each in part] for part in (keys, values, heads)
+        by_head = whole.view(self._spec.num_heads, -1, latent.rank)
+        keys, values = by_head.tensor_split((latent.plain_dim,), 1)
+        return (
+            [self._make_linear(key.t().contiguous(), None) for key in keys],
+            [self._make_linear(value, None) for value in values],
+            [self._make_linear(key, None) for key in keys],
         )
-        return key_ups, value_ups, kv_ups
 
     def mlp(self, prefix: str, ops: DecoderOps) -> GatedMlp:
         return GatedMlp(self.gated(prefix, ops), self.linear(f"{prefix}down_proj", self._spec.mlp_bias))

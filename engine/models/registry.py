@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -36,6 +36,14 @@ class Family:
 
 DEEPSEEK_KEYS = frozenset(
     {"max_position_embeddings", "n_shared_experts", "q_lora_rank", "rms_norm_eps", "routed_scaling_factor"}
+)
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    experts="deepseek",
+    sigmoid_router=True,
+    latent=True,
+    required=DEEPSEEK_KEYS | {"norm_topk_prob"},
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -78,20 +86,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             latent=True,
             required=DEEPSEEK_KEYS | {"topk_method"},
         ),
-        "DeepseekV3ForCausalLM": Family(
-            "deepseek_v3",
-            experts="deepseek",
-            sigmoid_router=True,
-            latent=True,
-            required=DEEPSEEK_KEYS | {"norm_topk_prob"},
-        ),
-        "Glm4MoeLiteForCausalLM": Family(
-            "glm4_moe_lite",
-            experts="deepseek",
-            sigmoid_router=True,
-            latent=True,
-            required=DEEPSEEK_KEYS | {"norm_topk_prob"},
-        ),
+        "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+        "Glm4MoeLiteForCausalLM": replace(DEEPSEEK_V3, name="glm4_moe_lite"),
     }
 )
 

@@ -31,10 +31,14 @@ static size_t tile_floats(const Latents *latents) {
     return (size_t)(latents->plain_dim + latents->rotary_dim + latents->value_ups->outputs) * LANES;
 }
 
+/* Floats of a row of what is made: a key's plain features, and from values_at() on its value. */
+static int values_at(const Latents *latents) { return product_width(latents->plain_ups); }
+static int made_width(const Latents *latents) { return values_at(latents) + product_width(latents->value_ups); }
+
 static size_t lay_out(const Latents *latents, char *base, Room *room) {
     size_t used = 0;
     room->latents = take(base, &used, (size_t)KEYS * (size_t)PADDED(latents->rank));
-    room->made = take(base, &used, (size_t)KEYS * (size_t)product_width(latents->kv_ups));
+    room->made = take(base, &used, (size_t)KEYS * (size_t)made_width(latents));
     room->powers = take(base, &used, (size_t)KEYS * LANES);
     room->tiles = take(base, &used, TILES * tile_floats(latents));
     return used;
@@ -88,22 +92,23 @@ static void begin_tiles(Share *share, const Queries *queries) {
 /* Takes in a block's keys and values, which are made of its latents. */
 static void take_block(Share *share, const Block *block) {
     const Latents *latents = share->latents;
-    const Matrix *makes = &latents->kv_ups[share->head];
-    int plain = latents->plain_dim, width = product_width(makes), stride = PADDED(latents->rank);
+    int plain = latents->plain_dim, width = made_width(latents), stride = PADDED(latents->rank);
+    float *keys = share->room.made, *values = keys + values_at(latents);
     Block made = {.token = block->token, .count = block->count};
     for (int k = 0; k < block->count; k++) {
         const float *latent = share->kv->keys + block->at[k];
         memcpy(share->room.latents + k * stride, latent, (size_t)latents->rank * sizeof(float));
         made.at[k] = (size_t)(k * width);
     }
-    product_alone(makes, block->count, share->room.latents, stride, share->room.made, width);
+    product_alone(&latents->plain_ups[share->head], block->count, share->room.latents, stride, keys, width);
+    product_alone(&latents->value_ups[share->head], block->count, share->room.latents, stride, values, width);
     for (int t = 0; t * LANES < share->queries; t++) {
         Lanes *lanes = &share->tiles[t];
         if (block->token > last_key(share, t)) continue;
-        lane_scores(lanes, 0, plain, share->room.made, &made);
+        lane_scores(lanes, 0, plain, keys, &made);
         lane_scores(lanes, plain, latents->rotary_dim, share->kv->keys + latents->rank, block);
         int hides = block->token + block->count > lanes->last_keys[0] + 1;
-        take_in(lanes, share->room.made + plain, &made, latents->value_ups->outputs, hides);
+        take_in(lanes, values, &made, latents->value_ups->outputs, hides);
     }
 }
 

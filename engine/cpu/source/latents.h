@@ -9,10 +9,10 @@
 
 /* A query has `plain_dim` features and then `rotary_dim`, a key in the pool `rank` and then `rotary_dim`. `query_up` makes
    queries of latents of `query_rank`, which `query_norm` has the weights for; without these latents it is NULL. `key_ups`,
-   `value_ups` and `kv_ups` are by head: plain features of a query to a query for latents, latents to values, and latents to
-   plain features of keys and then values. The struct is shared with engine/cpu/library.py. */
+   `value_ups` and `plain_ups` are by head: plain features of a query to a query for latents, latents to values, and latents
+   to plain features of keys. The struct is shared with engine/cpu/library.py. */
 typedef struct {
-    const Matrix *query_up, *key_ups, *value_ups, *kv_ups;
+    const Matrix *query_up, *key_ups, *value_ups, *plain_ups;
     const float *query_norm, *latent_norm;
     int32_t query_rank, rank, plain_dim, rotary_dim;
     float eps, scale;

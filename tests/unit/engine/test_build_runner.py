@@ -107,7 +107,8 @@ def test_a_runner_s_memory_goes_with_its_last_reference(loaded: LoadedModel) -> 
     try:
         runner = build_runner(loaded, CacheSettings(4, 4))
         runner.close()
-        pool = weakref.ref(runner._pool.full.kv_LJKSD)  # type: ignore[attr-defined]
+        assert isinstance(runner, TorchRunner)
+        pool = weakref.ref(runner._pool.full.kv_LJKSD)
         del runner
         assert pool() is None
     finally:

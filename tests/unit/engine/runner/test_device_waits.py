@@ -102,7 +102,8 @@ class StubAttention:
         return True
 
     def plan(self, tables: AttentionTables) -> AttentionStep:
-        def step(layer: int, q_NHD: Tensor, kv_NJKD: Tensor, traits: LayerTraits) -> Tensor:  # noqa: ARG001
+        def step(layer: int, q_NHD: Tensor, kv_NJKD: Tensor, traits: LayerTraits) -> Tensor:
+            del layer, kv_NJKD, traits
             rows = len(q_NHD)
             assert [len(slots_N) for slots_N in tables.slots_PN] == [rows]
             return q_NHD.reshape(rows, -1) + tables.kv_lens_B.sum() + tables.query_starts_B1[-1]
