@@ -24,6 +24,8 @@ from serving.background import BackgroundTasks
 from serving.grammars.constraints import ConstraintCompiler
 from serving.logs.call_facts import CALL_FACTS, CallFacts
 from serving.replica.autoscaling_policy import ReplicaLoad
+from serving.replica.empty_turns import EmptyTurns
+from serving.replica.ending_turns import EndingTurns
 from serving.replica.engine_factory import EngineFactory
 from serving.replica.engine_watch import WATCH_INTERVAL_S, EngineWatch
 from serving.replica.gauges import replica_gauges
@@ -142,7 +144,7 @@ class LLMReplica:
         self._builder = RequestBuilder(self._engine, self._text, constraints)
         self._unnamed = UnnamedSessions(place.clock, args.sessions.unnamed.idle_timeout_s, self._engine)
         self._spans = open_spans(args.tracing, "replica", self._replica_id)
-        self._turns = self._turn_runner(sessions, mailbox, place.clock)
+        self._turns, self._empty_turns = self._turns_of(sessions, mailbox, place.clock)
         self._kv_watch = KVWatch(
             self._engine,
             self._metrics,
@@ -160,17 +162,18 @@ class LLMReplica:
         self._built = True
         await self._start(place.settle)
 
-    def _turn_runner(
+    def _turns_of(
         self, sessions: SessionController, mailbox: Mailbox, clock: Callable[[], float]
-    ) -> TurnRunner:
+    ) -> tuple[TurnRunner, EmptyTurns]:
         args = self._args
-        return TurnRunner(
+        commits = TurnCommits(self._controller, self._metrics, patience_s=args.controller.commit_patience_s)
+        ending = EndingTurns(self._tasks)
+        turns = TurnRunner(
             engine=self._engine,
             sessions=sessions,
             host=self._host,
-            commits=TurnCommits(
-                self._controller, self._metrics, patience_s=args.controller.commit_patience_s
-            ),
+            commits=commits,
+            ending=ending,
             unnamed=self._unnamed,
             builder=self._builder,
             event_maker=EventMaker(self._text, self._metrics, clock),
@@ -181,6 +184,7 @@ class LLMReplica:
             clock=clock,
             traces=replica_traces(self._spans, self._replica_id),
         )
+        return turns, EmptyTurns(sessions, self._host, commits, ending)
 
     def _host_of(self, sessions: SessionController, clock: Callable[[], float]) -> SessionHost:
         return SessionHost(
@@ -242,11 +246,11 @@ class LLMReplica:
             case ForkSession():
                 return await self._host.fork(call.parent_id, call.epoch, call.order)
             case RewindSession():
-                return await self._turns.rewind(call)
+                return await self._empty_turns.rewind(call)
             case MoveSession():
                 return await self._moves.move(call)
             case KeepNote():
-                return await self._turns.keep_note(call)
+                return await self._empty_turns.keep_note(call)
             case Abort():
                 return self._turns.abort(call.request_id, call.tenant)
             case Flush():

@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
 
 from controllers.errors import (
     ControllerError,
@@ -30,6 +29,7 @@ from controllers.session_keys import named
 from controllers.turns import Replay, Turn
 from engine.api import Engine, EngineError, EngineStopped, Finish, FinishReason, TokenConstraint, TokenDelta
 from serving.background import BackgroundTasks
+from serving.replica.ending_turns import EndingTurns
 from serving.replica.live_turn import NOTHING, Asker, EventMaker, LiveTurn, said_by
 from serving.replica.mailbox import Mailbox
 from serving.replica.overlaps import Overlaps, patience_s
@@ -43,15 +43,13 @@ from serving.replica.turn_request import RequestBuilder
 from serving.replica.unnamed_sessions import UnnamedSessions
 from serving.trace.turn_traces import UNTRACED, ReplicaTraces
 from serving.watch.metrics import ReplicaMetrics
-from serving.wire.calls import KeepNote, RewindSession
 from serving.wire.errors import REPLICA_LOST, error_event, unavailable
 from serving.wire.transcripts import encode_said
 from serving.wire.turn_events import merge_events
-from serving.wire.turns import ResumedTurn, SaidTurn, ServiceError, SessionTurn, TurnCall, TurnEvent
+from serving.wire.turns import ResumedTurn, ServiceError, SessionTurn, TurnCall, TurnEvent
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R")
 Emit = Callable[[TurnEvent], None]
 
 LOOK_UP_S = 2.0
@@ -71,6 +69,7 @@ class TurnRunner:
         sessions: SessionController,
         host: SessionHost,
         commits: TurnCommits,
+        ending: EndingTurns,
         unnamed: UnnamedSessions,
         builder: RequestBuilder,
         event_maker: EventMaker,
@@ -85,6 +84,7 @@ class TurnRunner:
         self._sessions = sessions
         self._host = host
         self._commits = commits
+        self._ending = ending
         self._unnamed = unnamed
         self._builder = builder
         self._event_maker = event_maker
@@ -96,8 +96,6 @@ class TurnRunner:
         self._traces = traces
         self._numbers = itertools.count(1)
         self._live: dict[str, LiveTurn] = {}
-        self._ending: dict[tuple[str, str], asyncio.Task[Any]] = {}  # by session and key
-        self._leaving: dict[str, asyncio.Task[Any]] = {}  # by session: its client has left
         self._overlaps = Overlaps()
 
     async def run(self, call: TurnCall, epoch: int | None, tell: Emit) -> TurnEvent:
@@ -129,9 +127,9 @@ class TurnRunner:
             begun.settled = True
             ending = self._end(begun)
             try:
-                return await self._tasks.outcome(ending)
+                return await self._ending.outcome(ending)
             except asyncio.CancelledError:
-                self._left_behind(begun, ending)
+                self._ending.client_left(begun.named, ending)
                 raise
         finally:
             if not begun.settled:
@@ -150,49 +148,6 @@ class TurnRunner:
         except EngineStopped:
             logger.warning("abort: the engine has stopped, which ends every request")
         return len(chosen)
-
-    async def rewind(self, call: RewindSession) -> None:
-        """Keeps the first committed tokens: commits an empty turn that starts behind them, once per key. A rewind that
-        has begun completes even if the caller is cancelled. Raises ControllerError."""
-        await self._silent_turn(call, rewind_to=call.length)
-
-    async def keep_note(self, call: KeepNote) -> None:
-        """Commits an empty turn with a note, once per key. Like a rewind it completes if the caller is cancelled.
-        Raises ControllerError."""
-        said = encode_said(SaidTurn(note=call.note))
-        await self._silent_turn(call, said, expected_turn=call.expected_turn)
-
-    async def _silent_turn(
-        self,
-        call: RewindSession | KeepNote,
-        said: bytes = b"",
-        *,
-        rewind_to: int | None = None,
-        expected_turn: int | None = None,
-    ) -> None:
-        await self._ended(call.session_id, call.key)
-        await self._host.hold(call.session_id, call.epoch)
-        turn = self._sessions.begin_turn(
-            call.session_id,
-            call.epoch,
-            rewind_to=rewind_to,
-            idempotency_key=call.key or None,
-            cuttable=True,
-            expected_turn=expected_turn,
-        )
-        if isinstance(turn, Turn):
-            await self._tasks.outcome(self._ends(turn, self._say_nothing(turn, said)))
-
-    async def _say_nothing(self, turn: Turn, said: bytes) -> None:
-        record = self._sessions.prepare_commit(turn, (), (), b"", note=said)
-        try:
-            await self._commits.commit(record)
-        except ControllerError:  # only the log knows whether it was committed
-            await self._host.let_go(turn)
-            raise
-        self._sessions.commit_turn(turn, record)
-        await self._host.cut_kv(turn.session_id, turn.history_len)
-        await self._host.turn_ended(turn.session_id)
 
     @property
     def num_live(self) -> int:
@@ -259,7 +214,7 @@ class TurnRunner:
         until_s = loop.time() + patience_s(session)
         tools = await self._builder.tools(call)
         while True:
-            await self._ended(session.session_id, key)
+            await self._ending.over(session.session_id, key)
             await self._host.hold(session.session_id, epoch)
             try:
                 return self._sessions.begin_turn(
@@ -350,41 +305,14 @@ class TurnRunner:
 
     def _end(self, live: LiveTurn) -> asyncio.Task[TurnEvent]:
         """Starts the task that ends a turn after its final delta. It goes on if the client leaves."""
-        return self._ends(live.named, self._settle(live))
-
-    def _ends(self, turn: Turn | None, end: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-        """Starts `end`, for which a turn of the same session and key waits."""
-        ending = self._tasks.start(end)
-        if turn is not None and turn.idempotency_key is not None:
-            key = (turn.session_id, turn.idempotency_key)
-            self._ending[key] = ending
-            ending.add_done_callback(lambda _: self._ending.pop(key, None))
-        return ending
+        return self._ending.start(live.named, self._settle(live))
 
     def _leave(self, live: LiveTurn) -> asyncio.Task[None]:
         """Starts the task that ends a turn whose client has left."""
         live.emit = _nobody_listens
         leaving = self._tasks.start(self._abandon(live))
-        self._left_behind(live, leaving)
+        self._ending.client_left(live.named, leaving)
         return leaving
-
-    def _left_behind(self, live: LiveTurn, ending: asyncio.Task[Any]) -> None:
-        """Makes the session's next turn wait for the task that ends this one."""
-        if live.named is not None and not ending.done():
-            session_id = live.named.session_id
-            self._leaving[session_id] = ending
-            ending.add_done_callback(lambda _: self._leaving.pop(session_id, None))
-
-    async def _ended(self, session_id: str, idempotency_key: str | None) -> None:
-        """Waits for turns of the session that are ending and must not refuse the next one. One is a turn with the same
-        key: it is being committed, and its answer will be replayed. The other is a turn whose client has left: that
-        client may be asking again."""
-        ending = self._ending.get((session_id, idempotency_key)) if idempotency_key is not None else None
-        if ending is not None:
-            await asyncio.wait([ending])
-        leaving = self._leaving.get(session_id)
-        if leaving is not None:
-            await asyncio.wait([leaving])
 
     async def _settle(self, live: LiveTurn) -> TurnEvent:
         """Ends a turn after its final delta; returns its last event."""

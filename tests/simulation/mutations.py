@@ -29,6 +29,7 @@ from controllers.records import LedgerEntry, SessionRecord, StoredResult, TurnRe
 from controllers.session import SessionController
 from controllers.turns import Turn
 from serving.front.turn_progress import TurnProgress
+from serving.replica.ending_turns import EndingTurns
 from serving.replica.session_host import SessionHost
 from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_runner import TurnRunner
@@ -195,12 +196,12 @@ def _keys_are_remembered_before_the_log() -> Patches:
             self._sessions[turn.session_id].results = results
         return record
 
-    async def ended(_self: TurnRunner, _session_id: str, _key: str) -> None:
+    async def over(_self: EndingTurns, _session_id: str, _key: str) -> None:
         return
 
     return [
         patch.object(SessionController, "prepare_commit", prepare),
-        patch.object(TurnRunner, "_ended", ended),
+        patch.object(EndingTurns, "over", over),
     ]
 
 

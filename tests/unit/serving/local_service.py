@@ -142,7 +142,7 @@ class LocalService:
         key = session_key(tenant, session_id)
         with told_to_clients():
             epoch = self._epoch(key, create=False)
-            await self.rig.turns.rewind(RewindSession(key, epoch, length, uuid.uuid4().hex))
+            await self.rig.empty_turns.rewind(RewindSession(key, epoch, length, uuid.uuid4().hex))
 
     async def move_session(self, session_id: str, to: str | None, *, tenant: str) -> MovedSession:
         key = session_key(tenant, session_id)
@@ -156,7 +156,7 @@ class LocalService:
         key, once = session_key(tenant, session_id), f"{CALL_KEY}{uuid.uuid4().hex}"
         order = KeepNote(key, self._epoch(key, create=False), note, once, expected_turn)
         with told_to_clients():
-            await self.rig.turns.keep_note(order)
+            await self.rig.empty_turns.keep_note(order)
 
     async def transcript(self, session_id: str, *, tenant: str) -> list[TurnTranscript]:
         with told_to_clients():

@@ -29,6 +29,8 @@ from engine.settings import CacheSettings, SchedulerSettings, SpeculationSetting
 from serving.background import BackgroundTasks
 from serving.front.replica_calls import TurnEvents
 from serving.grammars.constraints import ConstraintCompiler
+from serving.replica.empty_turns import EmptyTurns
+from serving.replica.ending_turns import EndingTurns
 from serving.replica.gauges import replica_gauges
 from serving.replica.hand_over_pace import HandOverPace
 from serving.replica.kv_watch import KVWatch
@@ -215,26 +217,21 @@ class Rig:
         self.model = model or ServedModel(text.fingerprint("null"), VOCAB_SIZE)
         make_chain = self.engine.empty_chain
         self.sessions = SessionController(time.monotonic, idle_timeout_s, self.model, make_chain=make_chain)
-        self.host = SessionHost(
-            replica_id,
-            self.engine,
-            self.sessions,
-            calls,
-            self.tasks,
-            pace or HandOverPace(time.monotonic, tokens_per_s=5000.0, within_s=10.0),
-            engine_timeout_s=WAIT_S,
-            on_loaded=lambda after_s: self.metrics.session_loaded(after_s),
-        )
+        self.host = self._host(pace)
         self.moves = OrderedMoves(replica_id, self.host, self.sessions, calls, self.tasks)
         self.metrics = ReplicaMetrics(replica_id, self.engine.stats, metric_labels)
         self.builder = RequestBuilder(self.engine, text, constraints_of(text))
         self.unnamed = UnnamedSessions(time.monotonic, idle_timeout_s, self.engine)
         self.kv_watch = self._kv_watch()
+        commits = TurnCommits(calls, self.metrics, patience_s=commit_patience_s)
+        ending = EndingTurns(self.tasks)
+        self.empty_turns = EmptyTurns(self.sessions, self.host, commits, ending)
         self.turns = TurnRunner(
             engine=self.engine,
             sessions=self.sessions,
             host=self.host,
-            commits=TurnCommits(calls, self.metrics, patience_s=commit_patience_s),
+            commits=commits,
+            ending=ending,
             unnamed=self.unnamed,
             builder=self.builder,
             event_maker=EventMaker(text, self.metrics, time.perf_counter),
@@ -244,6 +241,19 @@ class Rig:
             tasks=self.tasks,
             clock=time.perf_counter,
             traces=replica_traces(spans, replica_id),
+        )
+
+    def _host(self, pace: HandOverPace | None) -> SessionHost:
+        calls: Any = self.controller
+        return SessionHost(
+            self.replica_id,
+            self.engine,
+            self.sessions,
+            calls,
+            self.tasks,
+            pace or HandOverPace(time.monotonic, tokens_per_s=5000.0, within_s=10.0),
+            engine_timeout_s=WAIT_S,
+            on_loaded=lambda after_s: self.metrics.session_loaded(after_s),
         )
 
     def _kv_watch(self) -> KVWatch:

@@ -1,4 +1,4 @@
-"""Rewinds and notes: turns that say nothing, and are committed like others."""
+"""Rewinds and notes: turns without tokens, committed like others."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ async def test_rewind(rig: Rig) -> None:
 
 async def test_a_note_is_a_turn_that_says_nothing(rig: Rig) -> None:
     epoch = rig.open_session("s")
-    await rig.turns.keep_note(KeepNote("s", epoch, b"first", "k0", 0))
+    await rig.empty_turns.keep_note(KeepNote("s", epoch, b"first", "k0", 0))
     history = [1, 2, *tokens_of(await rig.run(call([1, 2], "s"), epoch))]
     for _ in range(2):
-        await rig.turns.keep_note(KeepNote("s", epoch, b"second", "k2", 2))
+        await rig.empty_turns.keep_note(KeepNote("s", epoch, b"second", "k2", 2))
     with pytest.raises(TurnDiffers):
-        await rig.turns.keep_note(KeepNote("s", epoch, b"third", "k3", 2))
+        await rig.empty_turns.keep_note(KeepNote("s", epoch, b"third", "k3", 2))
     assert rig.sessions.committed_len("s") == len(history)
     assert (await rig.run(call([3], "s"), epoch))[-1].prompt_tokens == len(history) + 1
     notes = [transcript_of(note) for note in rig.controller.cluster.notes.page("s", "")]
@@ -47,14 +47,14 @@ async def test_a_rewind_that_is_repeated_is_one_rewind(rig: Rig) -> None:
     await rig.run(call([1, 2], "s"), epoch)
     order = RewindSession("s", epoch, 3, "k")
     rig.controller.gate.clear()
-    both = [asyncio.create_task(rig.turns.rewind(order)) for _ in range(2)]
+    both = [asyncio.create_task(rig.empty_turns.rewind(order)) for _ in range(2)]
     await rig.asked_controller(1)
     rig.controller.gate.set()
     await asyncio.gather(*both)
     assert (rig.sessions.committed_len("s"), rig.controller.cluster.session("s").turns) == (3, 2)
     await rig.run(call([5], "s"), epoch)
     committed = rig.sessions.committed_len("s")
-    await rig.turns.rewind(order)
+    await rig.empty_turns.rewind(order)
     assert (rig.sessions.committed_len("s"), rig.controller.cluster.session("s").turns) == (committed, 3)
 
 
@@ -64,6 +64,6 @@ async def test_no_note_is_kept_while_a_turn_runs(rig: Rig) -> None:
     task = asyncio.create_task(rig.run(call([1], "s"), epoch))
     await rig.begun()
     with pytest.raises(TurnInFlight):
-        await rig.turns.keep_note(KeepNote("s", epoch, b"n", "k", None))
+        await rig.empty_turns.keep_note(KeepNote("s", epoch, b"n", "k", None))
     rig.runner.go_on()
     await task
