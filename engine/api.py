@@ -97,6 +97,16 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+MAX_TEMPERATURE = 1e4
+MIN_REPETITION_PENALTY = 0.01
+"""Much smaller values are 0 in float32. Then the minus infinity of a forbidden token becomes NaN, and token 0 is drawn.
+"""
+MAX_REPETITION_PENALTY = 100.0
+MAX_ADDITIVE_PENALTY = 2.0
+"""Largest frequency or presence penalty, of either sign."""
+MAX_LOGIT_BIAS = 100.0
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to pick tokens. `temperature == 0` is greedy; `top_k == 0`, `top_p == 1`, `min_p == 0` are off.

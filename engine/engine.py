@@ -235,7 +235,7 @@ class LocalEngine:
             self._crank_began_s = None
             if not self._stopping:
                 return True
-        except Exception as error:
+        except BaseException as error:  # a panic of compiled code is no Exception
             _logger.exception("the engine's step loop died")
             reason = EngineStopped(f"the engine died: {type(error).__name__}: {error}")
         self._shut(reason)
@@ -334,7 +334,7 @@ class LocalEngine:
                 return
             try:
                 future.set_result(operation())
-            except Exception as error:
+            except BaseException as error:
                 future.set_exception(error)
 
         self._post(command)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from cache.sequence_kv import pages_for
 from engine.api import (
     ADAPTER_MARK,
+    MAX_ADDITIVE_PENALTY,
+    MAX_LOGIT_BIAS,
+    MAX_REPETITION_PENALTY,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
     ContextLengthExceeded,
     GenerateRequest,
     InvalidRequest,
@@ -58,16 +62,16 @@ def _check_sampling(sampling: SamplingParams, limits: RequestLimits) -> None:
     """The ranges for which the sampler picks a token of the vocabulary; NaN is in none of them."""
     in_range = {
         "max_new_tokens": sampling.max_new_tokens >= 0,
-        "temperature": 0.0 <= sampling.temperature < math.inf,
+        "temperature": 0.0 <= sampling.temperature <= MAX_TEMPERATURE,
         "top_p": 0.0 < sampling.top_p <= 1.0,
         "top_k": 0 <= sampling.top_k <= MAX_TOP_K,
         "min_p": 0.0 <= sampling.min_p <= 1.0,
-        "frequency_penalty": math.isfinite(sampling.frequency_penalty),
-        "presence_penalty": math.isfinite(sampling.presence_penalty),
-        "repetition_penalty": 0.0 < sampling.repetition_penalty < math.inf,
+        "frequency_penalty": abs(sampling.frequency_penalty) <= MAX_ADDITIVE_PENALTY,
+        "presence_penalty": abs(sampling.presence_penalty) <= MAX_ADDITIVE_PENALTY,
+        "repetition_penalty": MIN_REPETITION_PENALTY <= sampling.repetition_penalty <= MAX_REPETITION_PENALTY,
         "min_new_tokens": sampling.min_new_tokens >= 0,
         "bad_words": all(sampling.bad_words),
-        "logit_bias": all(map(math.isfinite, sampling.logit_bias.values())),
+        "logit_bias": all(abs(bias) <= MAX_LOGIT_BIAS for bias in sampling.logit_bias.values()),
     }
     for name, good in in_range.items():
         if not good:

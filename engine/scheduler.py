@@ -130,7 +130,7 @@ class Scheduler:
         """A step failed: ends its requests with an error, rolled back like an abort."""
         self._batches_in_flight -= 1
         finish = Finish(FinishReason.ERROR, message=error.message, error=error)
-        live = [request for item in batch.items if (request := self._runner_of(item)) is not None]
+        live = [request for item in batch.items if (request := self._request_of(item)) is not None]
         return [self._end(request, finish) for request in live]
 
     def abandon_all(self, error: EngineError) -> list[TokenDelta]:
@@ -226,8 +226,8 @@ class Scheduler:
         self._batches_in_flight -= 1
         deltas = []
         for item, result in zip(batch.items, output.items, strict=True):
-            request = self._live.get(item.request_id)
-            if request is None or request.run != item.run:
+            request = self._request_of(item)
+            if request is None:
                 continue
             kv = request.kv
             assert kv is not None
@@ -351,7 +351,7 @@ class Scheduler:
             self._live[item.request_id].launch(item, place, batch.num_steps)
         return batch
 
-    def _runner_of(self, item: BatchItem) -> LiveRequest | None:
+    def _request_of(self, item: BatchItem) -> LiveRequest | None:
         """The request that launched the item, if that run is not over. Another request may have its id by now."""
         request = self._live.get(item.request_id)
         return request if request is not None and request.run == item.run else None

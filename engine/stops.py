@@ -62,7 +62,7 @@ class StopCriteria:
             assert request.spec.constraint is not None
             try:
                 allowed, may_end = self._constrained(request, request.spec.constraint)
-            except Exception as error:
+            except BaseException as error:
                 return _failed("constraint", error)
         ruled = _ruled(request)
         if ruled is not None:
@@ -100,7 +100,7 @@ def _ruled(request: LiveRequest) -> bytearray | None:
 def _watched(watcher: TextWatcher, token_id: int) -> Finish | None:
     try:
         matched_text = watcher.accept(token_id)
-    except Exception as error:
+    except BaseException as error:
         return _failed("text watcher", error)
     return None if matched_text is None else Finish(FinishReason.STOP, matched=matched_text)
 
@@ -109,12 +109,13 @@ def _accepted(constraint: TokenConstraint, token_id: int) -> Finish | None:
     try:
         constraint.accept(token_id)
         return Finish(FinishReason.STOP) if constraint.complete else None
-    except Exception as error:
+    except BaseException as error:
         return _failed("constraint", error)
 
 
-def _failed(whose: str, error: Exception) -> Finish:
-    """Watchers and constraints belong to the caller: their error ends the request, not the engine."""
+def _failed(whose: str, error: BaseException) -> Finish:
+    """Watchers and constraints belong to the caller: their error ends the request, not the engine. A panic of compiled
+    code, in which both work, is no Exception."""
     if not isinstance(error, ConstraintFailed):
         error = StepFailed(f"the {whose} failed: {type(error).__name__}: {error}")
     return Finish(FinishReason.ERROR, message=error.message, error=error)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from engine.api import MAX_REPETITION_PENALTY, MAX_TEMPERATURE, MIN_REPETITION_PENALTY
 from serving.wire.turns import SamplingDefaults
 
 logger = logging.getLogger(__name__)
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 GENERATION_CONFIG = "generation_config.json"
 _IN_RANGE: Mapping[str, Callable[[float], bool]] = MappingProxyType(
     {
-        "temperature": lambda value: 0 <= value < math.inf,
+        "temperature": lambda value: 0 <= value <= MAX_TEMPERATURE,
         "top_p": lambda value: 0 < value <= 1,
         "top_k": lambda value: value >= -1 and isinstance(value, int),
         "min_p": lambda value: 0 <= value <= 1,
-        "repetition_penalty": lambda value: 0 < value < math.inf,
+        "repetition_penalty": lambda value: MIN_REPETITION_PENALTY <= value <= MAX_REPETITION_PENALTY,
         "max_new_tokens": lambda value: value >= 1 and isinstance(value, int),
     }
 )

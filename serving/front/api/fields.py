@@ -14,7 +14,14 @@ from pydantic import Discriminator, Field, StringConstraints, Tag
 from pydantic_core import from_json
 from starlette.requests import HTTPConnection
 
-from engine.api import SamplingParams
+from engine.api import (
+    MAX_ADDITIVE_PENALTY,
+    MAX_LOGIT_BIAS,
+    MAX_REPETITION_PENALTY,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+    SamplingParams,
+)
 from serving.front.api.access import FOR_OPERATORS
 from serving.front.api.errors import refusal
 from serving.front.api.keys import Caller
@@ -42,18 +49,17 @@ Count = Annotated[int, Field(ge=1, le=_MAX_INT)]
 CountOrZero = Annotated[int, Field(ge=0, le=_MAX_INT)]
 NumChoices = Annotated[int, Field(ge=1, le=128)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
-Temperature = Annotated[float, Field(ge=0, le=1e4)]
+Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, le=_MAX_INT)]
 MinP = Annotated[float, Field(ge=0, le=1)]
-AdditivePenalty = Annotated[float, Field(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
-"""Much smaller values are 0 in float32. Then the minus infinity of a forbidden token becomes NaN, and token 0 is drawn.
-"""
+AdditivePenalty = Annotated[float, Field(ge=-MAX_ADDITIVE_PENALTY, le=MAX_ADDITIVE_PENALTY)]
+RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 LogitBias = Annotated[
     dict[
-        Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]
+        Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")],
+        Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)],
     ],
     Field(max_length=MAX_BIASES),
 ]

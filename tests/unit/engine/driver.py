@@ -98,6 +98,10 @@ class Outcome:
 ADAPTERS = {"a": "fa", "b": "fb"}
 
 
+class Panic(BaseException):
+    """As compiled code raises it, in which tokenizers and grammars work."""
+
+
 def namespace_of(adapter: str) -> str:
     """As LocalEngine makes it."""
     return f"{ADAPTERS[adapter]}{ADAPTER_MARK}" if adapter else ""

@@ -36,7 +36,7 @@ class GatedRunner(NullRunner):
         self.open.set()
         self.entered = threading.Event()
         self.breaks: Callable[[ScheduledBatch], bool] = lambda _: False
-        self.fault: Exception = RuntimeError("device lost")
+        self.fault: BaseException = RuntimeError("device lost")
 
     def execute(self, batch: ScheduledBatch) -> ModelOutput:
         self.entered.set()

@@ -17,7 +17,7 @@ class Ladder:
         self.accepted: list[int] = []
         self._may_end_at = len(rungs) if may_end_at is None else may_end_at
         self._endless = endless
-        self.fault: tuple[int, Exception] | None = None
+        self.fault: tuple[int, BaseException] | None = None
 
     @property
     def holds(self) -> bool:

@@ -12,7 +12,7 @@ from engine.api import ConstraintFailed, FinishReason, GenerateRequest, Sampling
 from engine.request import LiveRequest
 from engine.speculative.ngram_proposer import NgramProposer
 from engine.speculative.proposers import Proposal
-from tests.unit.engine.driver import VOCAB, Driver, Talk, greedy, request
+from tests.unit.engine.driver import VOCAB, Driver, Panic, Talk, greedy, request
 from tests.unit.engine.ladder import Ladder, mask
 from tests.unit.engine.null_runner import EOS_TOKEN_ID, nearest_allowed
 
@@ -118,10 +118,10 @@ def test_no_way_on_is_an_error_of_that_request(driver: Driver) -> None:
     driver.assert_empty()
 
 
-@pytest.mark.parametrize("error", [ConstraintFailed("too deep"), ZeroDivisionError("bug")])
+@pytest.mark.parametrize("error", [ConstraintFailed("too deep"), ZeroDivisionError("bug"), Panic("bug")])
 @pytest.mark.parametrize("when", [1, 3])
 def test_a_fault_of_the_constraint_ends_its_request_alone(
-    driver: Driver, error: Exception, when: int
+    driver: Driver, error: BaseException, when: int
 ) -> None:
     faulty = Ladder(RUNGS)
     faulty.fault = (when, error)

@@ -22,7 +22,7 @@ from engine.api import (
 from engine.batch import ModelOutput, ScheduledBatch
 from engine.runner.protocol import RunnerLost
 from engine.settings import SchedulerSettings
-from tests.unit.engine.driver import VOCAB, greedy, request, slot_kv
+from tests.unit.engine.driver import VOCAB, Panic, greedy, request, slot_kv
 from tests.unit.engine.engine_rig import WAIT_S, Rig, running
 from tests.unit.engine.null_runner import null_generate
 
@@ -167,6 +167,24 @@ def test_a_failed_step_fails_its_requests_only() -> None:
         again = rig.generate(request("three", [6], 4, history=history, history_len=8, session_id="s"))
         assert again.token_ids == null_generate([*history, 6], 4, VOCAB)
         assert again.cached in (7, 8), "the session stands at its last commit, KV and all"
+
+
+def test_a_panic_ends_the_engine_and_everyone_is_told() -> None:
+    """Compiled code can raise what is no Exception."""
+    rig = Rig()
+    rig.runner.fault = Panic("in Rust")
+    rig.runner.breaks = lambda _: True
+    rig.submit(request("running", [1, 2], 50))
+    places = rig.engine.session_places(["s"])
+    rig.engine.start()
+    error = error_of(rig, "running")
+    assert isinstance(error, EngineStopped)
+    assert "Panic: in Rust" in error.message
+    assert places.result(WAIT_S) == {}
+    with pytest.raises(EngineStopped):
+        rig.engine.submit(request("late", [1]))
+    rig.engine.stop(WAIT_S)
+    assert not rig.engine.alive
 
 
 @pytest.mark.parametrize("where", ["launch", "result"])

@@ -71,14 +71,14 @@ def test_what_could_never_run_is_refused_at_once(
     ("field", "values"),
     [
         ("max_new_tokens", [-1]),
-        ("temperature", [-0.1, math.inf, math.nan]),
+        ("temperature", [-0.1, 1.1e4, math.inf, math.nan]),
         ("top_p", [0.0, 1.1, math.nan]),
         ("top_k", [-1, 2**31]),
         ("min_p", [-0.1, 1.1, math.nan]),
-        ("frequency_penalty", [math.inf, math.nan]),
-        ("presence_penalty", [-math.inf, math.nan]),
-        ("repetition_penalty", [0.0, -1.0, math.inf, math.nan]),
-        ("logit_bias", [{VOCAB: 1.0}, {-1: 1.0}, {1: math.nan}, {1: math.inf}]),
+        ("frequency_penalty", [2.1, math.inf, math.nan]),
+        ("presence_penalty", [-2.1, -math.inf, math.nan]),
+        ("repetition_penalty", [0.0, -1.0, 1e-46, 1e39, math.inf, math.nan]),
+        ("logit_bias", [{VOCAB: 1.0}, {-1: 1.0}, {1: math.nan}, {1: -101.0}, {1: math.inf}]),
         ("stop_token_ids", [frozenset({VOCAB}), frozenset({-1})]),
     ],
 )
@@ -94,7 +94,7 @@ def test_sampling_out_of_range_is_refused(field: str, values: list[Any]) -> None
 
 def test_the_ends_of_the_ranges_are_taken() -> None:
     least = SamplingParams(
-        4, 0.0, 1e-9, 0, 0.0, logit_bias={0: -1e30}, stop_token_ids=frozenset({0}), seed=-1
+        4, 0.0, 1e-9, 0, 0.0, logit_bias={0: -100.0}, stop_token_ids=frozenset({0}), seed=-1
     )
     most = SamplingParams(4, 1e4, 1.0, 2**31 - 1, 1.0, logit_bias={VOCAB - 1: 100.0}, seed=2**80)
     with running() as rig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.api import FinishReason, StepFailed
-from tests.unit.engine.driver import Driver, Talk, greedy, request
+from tests.unit.engine.driver import Driver, Panic, Talk, greedy, request
 
 
 class SpyWatcher:
@@ -21,8 +21,11 @@ class SpyWatcher:
 
 
 class BrokenWatcher:
+    def __init__(self, error: type[BaseException]) -> None:
+        self._error = error
+
     def accept(self, token_id: int) -> str | None:
-        raise RuntimeError(f"cannot decode {token_id}")
+        raise self._error(f"cannot decode {token_id}")
 
 
 def test_length() -> None:
@@ -106,12 +109,13 @@ def test_a_stop_string_on_the_last_token_wins_over_length() -> None:
     assert outcome.reason is FinishReason.STOP
 
 
-def test_a_watcher_that_raises_fails_its_request_only() -> None:
+@pytest.mark.parametrize("error", [RuntimeError, Panic])
+def test_a_watcher_that_raises_fails_its_request_only(error: type[BaseException]) -> None:
     driver = Driver()
     talk = Talk(driver, "s")
     talk.turn([1, 2, 3], 4)
     driver.add(request("other", [4, 5], 6))
-    spec = talk.spec([6, 7], 6, watcher=BrokenWatcher())
+    spec = talk.spec([6, 7], 6, watcher=BrokenWatcher(error))
     driver.add(spec)
     driver.run()
     finish = driver.outcomes[spec.request_id].finish

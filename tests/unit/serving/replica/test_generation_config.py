@@ -30,6 +30,7 @@ QWEN = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.7, "top_
             SamplingDefaults(),
         ),
         ('{"temperature": NaN, "repetition_penalty": Infinity}', SamplingDefaults()),
+        ('{"temperature": 1e39, "repetition_penalty": 1e-39}', SamplingDefaults()),
         ("[]", SamplingDefaults()),
         ("{", SamplingDefaults()),
         (None, SamplingDefaults()),
