@@ -78,7 +78,7 @@ class RedisHistories:
         added: Command = ("HSET", self._key(record.session_id), record.turn_index, turn)
         if record.start_len == entry.tokens:
             return Change([added], {})
-        commands, guards = self._rewound(record.session_id, record.start_len)
+        commands, guards = self._rewound(entry, record.start_len)
         return Change([*commands, added], guards)
 
     def forked(self, parent: LedgerEntry, child_id: str, length: int) -> Change:
@@ -124,16 +124,24 @@ class RedisHistories:
         commands, guards = self._segments.changed({base.segment: {user_session(session_id): 0}})
         return Change([*commands, gone], guards)
 
-    def _rewound(self, session_id: str, start_len: int) -> Change:
-        """Deletes the turns that begin at or after `start_len`: they are no longer part of the history."""
-        turns = _Turns.parse(self._log.read(("HGETALL", self._key(session_id)))[0])
+    def _rewound(self, entry: LedgerEntry, start_len: int) -> Change:
+        """Deletes the session's tokens after the first `start_len`. Tokens that others share stay until the last of
+        these is gone."""
+        session_id = entry.session_id
+        former, fields = self._log.read(*self.reads(session_id))
+        turns = _Turns.parse(fields)
         past = [index for index, start, _ in turns.by_turn if start >= start_len]
         commands: list[Command] = [
             ("HDEL", self._key(session_id), *past[at : at + FIELDS_AT_ONCE])
             for at in range(0, len(past), FIELDS_AT_ONCE)
         ]
-        if start_len == 0:
-            commands.append(("DEL", self._former_key(session_id)))
+        left = [turn for turn in turns.by_turn if turn[0] < entry.turns and turn[1] < start_len]
+        commands += self._cut_last_turn(session_id, left, start_len)
+        former_len = min([start_len, *(start for _, start, _ in left)])
+        if former is not None and count_tokens(former) > former_len:
+            kept = former[: former_len * TOKEN_BYTES]
+            key = self._former_key(session_id)
+            commands.append(("SET", key, kept) if kept else ("DEL", key))
         if start_len >= turns.base.length or turns.base.segment is None:
             return Change(commands, {})
         base, user = self._segments.cut(turns.base, start_len), user_session(session_id)
@@ -142,6 +150,21 @@ class RedisHistories:
             uses.setdefault(base.segment, {})[user] = start_len
         more, guards = self._segments.changed(uses)
         return Change([*commands, *more, self._based(session_id, base)], guards)
+
+    def _cut_last_turn(
+        self, session_id: str, turns: list[tuple[int, int, bytes]], length: int
+    ) -> list[Command]:
+        """Makes the last of the session's `turns`, which begin within the first `length` tokens, end there."""
+        if not turns:
+            return []
+        index, start_len, stored = turns[-1]
+        place = _place(session_id, index)
+        tokens = self._cipher.decrypt(stored, place)
+        kept = tokens[: (length - start_len) * TOKEN_BYTES]
+        if len(kept) == len(tokens):
+            return []
+        turn = start_len.to_bytes(START_BYTES, "little") + self._cipher.encrypt(kept, place)
+        return [("HSET", self._key(session_id), index, turn)]
 
     def _own(self, entry: LedgerEntry, former: bytes | None, turns: _Turns) -> bytes:
         """The session's tokens after its base: every turn's tokens, each after cutting what the turn rewound."""

@@ -64,12 +64,32 @@ class SqliteHistories:
         self._release(db, base)
 
     def _rewind(self, db: sqlite3.Connection, session_id: str, start_len: int) -> None:
-        """Deletes the turns that begin at or after `start_len`: they are no longer part of the history."""
+        """Deletes the session's tokens after the first `start_len`. Tokens that others share stay until the last of
+        these is gone."""
         db.execute("DELETE FROM turns WHERE session_id = ? AND start_len >= ?", (session_id, start_len))
+        self._cut_last_turn(db, session_id, start_len)
         base, base_len = _base(db, session_id)
         if start_len < base_len:
             _set_base(db, session_id, _cut(db, (base, start_len)))
             self._release(db, base)
+
+    def _cut_last_turn(self, db: sqlite3.Connection, session_id: str, length: int) -> None:
+        """Makes the session's last turn, which begins within the first `length` tokens, end there."""
+        row = db.execute(
+            "SELECT turn_index, start_len, tokens FROM turns WHERE session_id = ?"
+            " ORDER BY turn_index DESC LIMIT 1",
+            (session_id,),
+        ).fetchone()
+        if row is None:
+            return
+        index, start_len, stored = row
+        tokens = self._cipher.decrypt(stored, _place(session_id, index))
+        kept = tokens[: (length - start_len) * TOKEN_BYTES]
+        if len(kept) < len(tokens):
+            db.execute(
+                "UPDATE turns SET tokens = ? WHERE session_id = ? AND turn_index = ?",
+                (self._cipher.encrypt(kept, _place(session_id, index)), session_id, index),
+            )
 
     def _share(self, db: sqlite3.Connection, entry: LedgerEntry, base: Base) -> int:
         """Makes a segment of the session's own tokens. Returns its number."""
@@ -103,31 +123,30 @@ class SqliteHistories:
         segment, end_len = base
         parts = []
         while segment is not None:
-            before, start_len, stored = db.execute(
-                "SELECT base, base_len, tokens FROM segments WHERE segment = ?", (segment,)
-            ).fetchone()
-            tokens = self._cipher.decrypt(stored, _place_of_segment(segment))
+            before, start_len, _ = _segment(db, segment)
+            tokens = self._tokens_of(db, segment)
             parts.append(tokens[: (end_len - start_len) * TOKEN_BYTES])
             segment, end_len = before, start_len
         return b"".join(reversed(parts))
 
+    def _tokens_of(self, db: sqlite3.Connection, segment: int) -> bytes:
+        (stored,) = db.execute("SELECT tokens FROM segments WHERE segment = ?", (segment,)).fetchone()
+        return self._cipher.decrypt(stored, _place_of_segment(segment))
+
     def _release(self, db: sqlite3.Connection, segment: int | None) -> None:
         """Cuts or deletes the segment as needed, after one of its uses has ended or become shorter."""
         while segment is not None:
-            before, start_len, end_len, tokens = db.execute(
-                "SELECT base, base_len, end_len, tokens FROM segments WHERE segment = ?", (segment,)
-            ).fetchone()
+            before, start_len, end_len = _segment(db, segment)
             used_len = _used_len(db, segment)
             if used_len == 0:
                 db.execute("DELETE FROM segments WHERE segment = ?", (segment,))
                 segment = before
                 continue
             if used_len < end_len:
-                place = _place_of_segment(segment)
-                kept = self._cipher.decrypt(tokens, place)[: (used_len - start_len) * TOKEN_BYTES]
+                kept = self._tokens_of(db, segment)[: (used_len - start_len) * TOKEN_BYTES]
                 db.execute(
                     "UPDATE segments SET end_len = ?, tokens = ? WHERE segment = ?",
-                    (used_len, self._cipher.encrypt(kept, place), segment),
+                    (used_len, self._cipher.encrypt(kept, _place_of_segment(segment)), segment),
                 )
             return
 
@@ -143,13 +162,20 @@ def _set_base(db: sqlite3.Connection, session_id: str, base: Base) -> None:
     db.execute("UPDATE sessions SET base = ?, base_len = ? WHERE session_id = ?", (*base, session_id))
 
 
+def _segment(db: sqlite3.Connection, segment: int) -> tuple[int | None, int, int]:
+    """The segment's base, and where it begins and ends. Raises StoreError if it is missing."""
+    row = db.execute("SELECT base, base_len, end_len FROM segments WHERE segment = ?", (segment,)).fetchone()
+    if row is None:
+        raise StoreError(f"session log: {_place_of_segment(segment)} is missing")
+    before, start_len, end_len = row
+    return before, start_len, end_len
+
+
 def _cut(db: sqlite3.Connection, base: Base) -> Base:
     """The base for the same tokens that names the segment with the last of them."""
     segment, length = base
     while segment is not None:
-        before, start_len = db.execute(
-            "SELECT base, base_len FROM segments WHERE segment = ?", (segment,)
-        ).fetchone()
+        before, start_len, _ = _segment(db, segment)
         if start_len < length:
             break
         segment = before

@@ -119,6 +119,22 @@ def test_a_log_of_the_layout_before_is_read_and_gone_on_with(place: Place) -> No
     again.disconnect()
 
 
+def test_tokens_that_a_version_before_has_written_are_rewound_to_the_last(
+    redis_server: RedisServer,
+) -> None:
+    """In Redis they are one text for all turns, and a rewind used to leave it as it was."""
+    log = redis_server.log()
+    redis_log(redis_server, log.name)
+    store = RedisSessionStore(log, CLUSTER)
+    epoch = store.claim(KEY, "a").epoch
+    append_turn(store, turn_of(2, 4, [5, 6], epoch=epoch, session_id=KEY))
+    append_turn(store, turn_of(3, 2, [7], epoch=epoch, session_id=KEY))
+    assert history_of(store, KEY) == [1, 2, 7]
+    with redis_server.client() as client:
+        assert client.get(f"kedge:{{{log.name}}}:history:{KEY}") == encode_tokens([1, 2])
+    store.disconnect()
+
+
 def test_a_cluster_finds_its_tenants_sessions_of_the_version_before(reopened: Place) -> None:
     store = reopened()
     store.open(replace(SESSION, tenant="tenant"))
