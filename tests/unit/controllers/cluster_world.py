@@ -7,6 +7,7 @@ from pathlib import Path
 from manual_clock import ManualClock
 
 from controllers.cluster import Cluster
+from controllers.log_cipher import LogCipher
 from controllers.records import Assignment, ReplicaStatus
 from controllers.settings import ClusterSettings
 from controllers.sqlite_store import SqliteSessionStore
@@ -39,9 +40,9 @@ class World:
         self.store = SqliteSessionStore(path, clock=self.wall)
         self.cluster = self._build()
 
-    def restart(self) -> Cluster:
+    def restart(self, cipher: LogCipher | None = None) -> Cluster:
         self.store.disconnect()
-        self.store = SqliteSessionStore(self._path, clock=self.wall)
+        self.store = SqliteSessionStore(self._path, clock=self.wall, cipher=cipher)
         self.cluster = self._build()
         return self.cluster
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 from cluster_world import IDLE_S, SILENCE_S, World, open_session
+from store_turns import commit_turn, turn_of
 
 from controllers import session_ends
-from controllers.records import ReplicaStatus, SessionStatus
+from controllers.errors import StoreError
+from controllers.log_cipher import KEY_BYTES, LogCipher
+from controllers.records import ForkOrder, ReplicaStatus, SessionStatus
 
 
 def test_expiry_of_sessions_whose_owner_is_gone(world: World) -> None:
@@ -104,3 +107,81 @@ def test_use_after_a_pause_is_noted_durably(world: World) -> None:
     world.cluster.resolve("s", False, "")
     (entry,) = world.restart().sessions()
     assert entry.last_used_s == world.clock.now_s
+
+
+def _open_broken(world: World, *names: str) -> None:
+    """Opens sessions that cannot be deleted: each must cut a segment that is written under a lost key."""
+    world.restart(LogCipher([bytes(KEY_BYTES)], encrypts=True))
+    world.beat("a", "b")
+    for name in names:
+        owner = open_session(world, name).replica_id
+        commit_turn(world.cluster, turn_of(0, 0, list(range(10)), session_id=name))
+        world.cluster.fork_session(name, 1, owner, ForkOrder(f"fork of {name}", f"key of {name}", 4, 5e5))
+    world.restart(LogCipher([bytes([1]) * KEY_BYTES], encrypts=True))
+    world.beat("a", "b")
+    with pytest.raises(StoreError):
+        world.store.close(names[0])
+
+
+def _close_errors(world: World) -> float:
+    (errors,) = (
+        each.value
+        for each in world.cluster.measures()
+        if each.name == "controller_store_errors" and ("operation", "close") in each.labels
+    )
+    return errors
+
+
+def test_a_session_that_cannot_be_deleted_keeps_no_other_from_ending(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It came first at each look, and nothing behind it ended: one lost key filled the cluster."""
+    _open_broken(world, "broken")
+    world.clock.advance(1)
+    for number in range(18):
+        open_session(world, f"s{number}")
+    world.clock.advance(IDLE_S + SILENCE_S)
+    world.beat("a", "b")
+    assert world.cluster.count() == 20, "all that there may be"
+    assert open_session(world, "one more").fresh
+    assert {entry.session_id for entry in world.cluster.sessions()} == {
+        "broken",
+        "fork of broken",
+        "one more",
+    }
+    assert _close_errors(world) == 1
+    assert "session 'broken' cannot be ended" in caplog.text
+    assert world.cluster.expire_idle() == [], "it is tried again, and stays"
+    assert _close_errors(world) == 2
+
+
+def test_many_that_cannot_be_deleted_cost_a_few_tries_at_a_time_and_end_once_they_can(world: World) -> None:
+    """Several failures in a row look like a log that is away, so a call ends. The next one begins with others."""
+    broken = [f"broken{number}" for number in range(5)]
+    _open_broken(world, *broken)
+    open_session(world, "sound")
+    world.clock.advance(IDLE_S + SILENCE_S)
+    world.beat("a", "b")
+    assert world.cluster.expire_idle() == []
+    assert _close_errors(world) == session_ends.MOST_FAILURES_IN_A_ROW
+    assert world.cluster.expire_idle() == ["sound"]
+    before = _close_errors(world)
+    assert world.cluster.expire_idle() == []
+    assert _close_errors(world) == before + session_ends.MOST_FAILURES_IN_A_ROW
+    world.restart(LogCipher([bytes([1]) * KEY_BYTES, bytes(KEY_BYTES)], encrypts=True))
+    world.beat("a", "b")
+    world.clock.advance(SILENCE_S + 1)
+    assert sorted(world.cluster.expire_idle()) == broken
+
+
+def test_a_damaged_session_keeps_no_other_from_ending(world: World) -> None:
+    owner = open_session(world).replica_id
+    commit_turn(world.cluster, turn_of(0, 0, [1, 2, 3]))
+    world.cluster.fork_session("s", 1, owner, ForkOrder("child", "key", 2, 5e5))
+    world.store._connection.execute("DELETE FROM segments")
+    world.clock.advance(1)
+    open_session(world, "sound")
+    world.clock.advance(IDLE_S + SILENCE_S)
+    world.beat("a", "b")
+    assert world.cluster.expire_idle() == ["sound"]
+    assert _close_errors(world) == 1
