@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from controllers.errors import (
     CapacityExceeded,
@@ -15,6 +15,7 @@ from controllers.errors import (
     TurnInFlight,
 )
 from controllers.history_chain import HistoryChain
+from controllers.kept_answers import lost
 from controllers.records import TREE_KEY, Checkpoint, StoredResult
 from controllers.session_keys import named
 from controllers.turns import Fork, Replay, Turn
@@ -64,6 +65,15 @@ def replay(session_id: str, stored: StoredResult, digest: str | None) -> Replay:
     if digest is not None and stored.digest is not None and digest != stored.digest:
         raise IdempotencyConflict(f"key {stored.idempotency_key!r} was used for a different request")
     return Replay(session_id, stored.turn_index, stored.result)
+
+
+def forget_cut_answers(session: HeldSession, length: int) -> None:
+    """Deletes the answers that the log deletes when the history is cut to `length` tokens."""
+    by_turn = {kept.turn_index: kept for kept in session.results.values()}
+    ends = {turn: kept.end_len for turn, kept in by_turn.items() if kept.end_len is not None}
+    for turn in lost(by_turn, ends, length):
+        kept = by_turn[turn]
+        session.results[kept.idempotency_key] = replace(kept, result=b"")
 
 
 def room_tokens_behind(session: HeldSession, history_len: int) -> int | None:

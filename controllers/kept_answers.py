@@ -4,15 +4,19 @@ A client that names an idempotency key may repeat its request much later. A turn
 end, which repeats the call at once if it gets no answer, for example when the replica is lost. So the two kinds are
 counted separately: turns without a client's key never displace answers of turns with one. The last turn's answer is
 always kept.
+
+If a turn is no longer whole in the history, because a later one went back, its answer is deleted and only its key is
+kept: what a rewind deletes is not said again, and the turn does not run again. The same holds if its note is forgotten.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from controllers.records import COUNTED_KEY
+from controllers.records import COUNTED_KEY, StoredResult, TurnRecord
+from controllers.turn_notes import has_note
 
 KEPT_ANSWERS = 8
 """How many answers are kept of a session's latest turns whose clients named a key, and as many of the others."""
@@ -40,3 +44,16 @@ def outdated(keys: Sequence[str]) -> list[int]:
         if seen[kind] > KEPT_ANSWERS:
             places.append(place)
     return places
+
+
+def lost(turns: Iterable[int], ends: Mapping[int, int], length: int) -> list[int]:
+    """Those of the `turns` that are not whole in a history of `length` tokens. `ends` are the ends of turns that have a
+    note; a turn without one counts as cut."""
+    return [turn for turn in turns if turn not in ends or ends[turn] > length]
+
+
+def kept_of(record: TurnRecord) -> StoredResult:
+    """What is kept of a turn that has a key."""
+    assert record.idempotency_key is not None
+    end_len = record.end_len if has_note(record) else None
+    return StoredResult(record.idempotency_key, record.turn_index, record.result, record.digest, end_len)

@@ -52,12 +52,15 @@ COUNTED_KEY = "try-"
 @wire_record
 @dataclass(frozen=True, slots=True)
 class StoredResult:
-    """The answer of a turn with an idempotency key. `digest` identifies the request (None: not known)."""
+    """The answer of a turn with an idempotency key. `digest` identifies the request (None: not known). `result` is
+    empty if the turn had none, or if it was deleted. `end_len` is where the turn ends in the history (None: not known)
+    """
 
     idempotency_key: str
     turn_index: int
     result: bytes
     digest: str | None = None
+    end_len: int | None = None
 
 
 @wire_record

@@ -5,7 +5,7 @@ Nothing here changes the log. A change is returned as commands.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from controllers.log_cipher import LogCipher
@@ -38,20 +38,23 @@ class RedisNotes:
         """Deletes leftovers of a closed session of this name: an earlier version leaves keys that it does not know."""
         return ("DEL", self._key(session_id))
 
-    def appended(self, entry: LedgerEntry, record: TurnRecord) -> list[Command]:
-        """Adds the next turn's note. `entry` is the session before the turn. O(new bytes), unless it rewinds."""
-        commands: list[Command] = []
-        if record.start_len < entry.tokens:
-            (fields,) = self._log.read(self.reads(record.session_id))
-            notes = sorted(self._parsed(record.session_id, fields), key=lambda note: note.turn_index)
-            past = [note for note in notes if note.said_len > record.start_len]
-            commands = [("HDEL", self._key(record.session_id), note.turn_index) for note in past]
-            last = next((note for note in reversed(notes) if note not in past), None)
-            if last is not None and last.end_len > record.start_len:
-                commands.append(self._set(record.session_id, last.cut(record.start_len)))
-        if has_note(record):
-            commands.append(self._set(record.session_id, note_of(record)))
+    def stored(self, session_id: str) -> list[TurnNote]:
+        """All notes of the session, ordered by turn. Some may not count any more."""
+        (fields,) = self._log.read(self.reads(session_id))
+        return sorted(self._parsed(session_id, fields), key=lambda note: note.turn_index)
+
+    def cut(self, session_id: str, notes: Sequence[TurnNote], length: int) -> list[Command]:
+        """Deletes the notes past the history's first `length` tokens. `notes` are all of the session's (`stored`)."""
+        past = [note for note in notes if note.said_len > length]
+        commands: list[Command] = [("HDEL", self._key(session_id), note.turn_index) for note in past]
+        last = next((note for note in reversed(notes) if note not in past), None)
+        if last is not None and last.end_len > length:
+            commands.append(self._set(session_id, last.cut(length)))
         return commands
+
+    def appended(self, record: TurnRecord) -> list[Command]:
+        """Adds the next turn's note. O(new bytes)."""
+        return [self._set(record.session_id, note_of(record))] if has_note(record) else []
 
     def forked(
         self, parent: LedgerEntry, notes: Iterable[TurnNote], child_id: str, length: int

@@ -4,7 +4,7 @@ A session has
 
 - `session`, a string: all but its tokens and results, as JSON (redis_session.py);
 - its tokens, see redis_histories.py;
-- `results`, a hash: the answers of turns with an idempotency key, by the turn's index;
+- `results`, a hash: the answers of turns with an idempotency key, see redis_answers.py;
 - `notes`, a hash: what turns said, see redis_notes.py.
 
 The log also has `sessions`, the set of all ids, and `epoch_floor`. A cluster has `alive`, which exists while the
@@ -24,13 +24,11 @@ from dataclasses import replace
 from functools import partial
 
 from controllers.errors import ControllerError, SessionTakenOver, StoreError
-from controllers.kept_answers import outdated
 from controllers.log_cipher import LogCipher
 from controllers.log_rules import (
     adds_turn,
     changes_owner,
     check_fork,
-    check_key,
     exists,
     identity,
     not_found,
@@ -39,10 +37,10 @@ from controllers.log_rules import (
 from controllers.records import (
     LedgerEntry,
     SessionRecord,
-    StoredResult,
     TurnNote,
     TurnRecord,
 )
+from controllers.redis_answers import RedisAnswers
 from controllers.redis_connection import Connect, connect_redis
 from controllers.redis_histories import FIELDS_AT_ONCE, RedisHistories
 from controllers.redis_log import ALIVE_S, Command, Guards, RedisLog
@@ -89,6 +87,7 @@ class RedisSessionStore:
         self._log = RedisLog(settings, cluster, timer, connect, open_patience_s=open_patience_s)
         self._histories = RedisHistories(self._log, self._cipher)
         self._notes = RedisNotes(self._log, self._cipher)
+        self._answers = RedisAnswers(self._log, self._cipher)
         self._clock = clock
         self._deployment_key = self._log.key("deployment", cluster)
         self._cursor = 0  # of the walk over all sessions that `changes` continues
@@ -137,24 +136,25 @@ class RedisSessionStore:
     def load(self, session_id: str) -> SessionRecord:
         found, results, notes, former, turns = self._log.read(
             ("GET", self._key(session_id)),
-            ("HGETALL", self._results(session_id)),
+            self._answers.reads(session_id),
             self._notes.reads(session_id),
             *self._histories.reads(session_id),
         )
         session = self._checked(session_id, found)
-        kept = (
-            StoredResult(key, index, self._result(session_id, results, index), digest)
-            for index, key, digest in session.kept
-        )
         tokens = self._histories.history(session.entry, former, turns)
         said = self._notes.notes(session.entry, notes, self._histories.starts(turns))
-        return session.entry.record(tokens, tuple(kept), session.tools, session.model, said)
+        kept = self._answers.kept(session, results, {note.turn_index: note.end_len for note in said})
+        return session.entry.record(tokens, kept, session.tools, session.model, said)
 
     def notes(self, session_id: str) -> list[TurnNote]:
         return self._noted(self._own(session_id)[0].entry)
 
     def forget_note(self, session_id: str, turn_index: int) -> None:
-        self._change(session_id, lambda _: (self._notes.forgotten(session_id, turn_index), {}))
+        def forgotten(session: StoredSession) -> tuple[list[Command], Guards]:
+            answer = self._answers.forgotten(session, turn_index)
+            return [*self._notes.forgotten(session_id, turn_index), *answer], {}
+
+        self._change(session_id, forgotten)
 
     def find(self, session_id: str) -> LedgerEntry:
         return self._any(session_id)[0].entry
@@ -229,7 +229,8 @@ class RedisSessionStore:
             commands: list[Command] = [
                 ("SET", floor_key, max(int(floor or 0), session.entry.epoch)),
                 ("SREM", self._log.key("sessions"), session_id),
-                ("DEL", self._key(session_id), self._results(session_id)),
+                ("DEL", self._key(session_id)),
+                self._answers.closed(session_id),
                 self._notes.closed(session_id),
                 *gone,
             ]
@@ -261,9 +262,6 @@ class RedisSessionStore:
 
     def _key(self, session_id: str) -> str:
         return self._log.key("session", session_id)
-
-    def _results(self, session_id: str) -> str:
-        return self._log.key("results", session_id)
 
     def _any(self, session_id: str) -> tuple[StoredSession, bytes]:
         """The session, whichever cluster writes it, and its text in the log."""
@@ -376,7 +374,12 @@ class RedisSessionStore:
     def _appended(self, session: StoredSession, record: TurnRecord) -> tuple[list[Command], Guards]:
         assert len(record.tokens) % TOKEN_BYTES == 0
         commands, guards = self._histories.appended(session.entry, record)
-        commands += self._notes.appended(session.entry, record)
+        if record.start_len < session.entry.tokens:
+            said = self._notes.stored(record.session_id)
+            ends = {note.turn_index: note.end_len for note in said}
+            commands += self._answers.cut(session, record.start_len, ends)
+            commands += self._notes.cut(record.session_id, said, record.start_len)
+        commands += self._notes.appended(record)
         entry = replace(
             session.entry,
             tokens=record.end_len,
@@ -384,16 +387,8 @@ class RedisSessionStore:
             last_used_s=self._clock(),
         )
         session = replace(session, entry=entry, last=identity(record), **set_by(record))
-        if record.idempotency_key is not None:
-            check_key(record, [key for _, key, _ in session.kept])
-            kept = (*session.kept, (record.turn_index, record.idempotency_key, record.digest))
-            gone = [kept[place] for place in outdated([key for _, key, _ in kept])]
-            session = replace(session, kept=tuple(each for each in kept if each not in gone))
-            results = self._results(record.session_id)
-            result = self._cipher.encrypt(record.result, _result_place(record.session_id, record.turn_index))
-            commands.append(("HSET", results, record.turn_index, result))
-            commands += [("HDEL", results, index) for index, _, _ in gone]
-        return [*commands, self._set(session)], guards
+        session, answer = self._answers.appended(session, record)
+        return [*commands, *answer, self._set(session)], guards
 
     def _noted(self, entry: LedgerEntry) -> list[TurnNote]:
         notes, _, turns = self._log.read(
@@ -426,10 +421,10 @@ class RedisSessionStore:
         history, former_history = self._log.key("history", key), self._log.key("history", former)
         commands: list[Command] = [
             ("COPY", former_history, history),
-            ("COPY", self._results(former), self._results(key)),
+            *self._answers.renamed(former, key),
             ("SET", self._key(key), text),
             ("SADD", members, key),
-            ("DEL", self._key(former), former_history, self._results(former)),
+            ("DEL", self._key(former), former_history),
             ("SREM", members, former),
         ]
         return text if self._log.change(commands, {self._key(former): found}) else None
@@ -456,12 +451,6 @@ class RedisSessionStore:
 
     def _set(self, session: StoredSession) -> Command:
         return ("SET", self._key(session.entry.session_id), self._text(session))
-
-    def _result(self, session_id: str, results: dict[bytes, bytes], index: int) -> bytes:
-        try:
-            return self._cipher.decrypt(results[b"%d" % index], _result_place(session_id, index))
-        except KeyError:
-            raise self._log.error(f"what turn {index} answered is missing") from None
 
     def _is_last(self, session: StoredSession, record: TurnRecord) -> bool:
         """True if the last turn is this record. Results are not compared: they are not part of the history."""
@@ -490,7 +479,3 @@ def _key_of(entry: LedgerEntry) -> str:
 
 def _session_place(session_id: str) -> str:
     return f"session {session_id}"
-
-
-def _result_place(session_id: str, index: int) -> str:
-    return f"what turn {index} of {session_id} answered"

@@ -25,19 +25,19 @@ from controllers.held_session import (
     capacity_error,
     check_free,
     check_line,
+    forget_cut_answers,
     kept_len,
     replay,
     room_tokens_behind,
     tools_error,
 )
 from controllers.history_chain import ChainMaker, HistoryChain
-from controllers.kept_answers import outdated
+from controllers.kept_answers import kept_of, outdated
 from controllers.records import (
     COUNTED_KEY,
     Checkpoint,
     SessionRecord,
     SessionStatus,
-    StoredResult,
     TurnRecord,
 )
 from controllers.retention import idle_timeout_s
@@ -286,6 +286,8 @@ class SessionController:
         session = self._in_flight(turn)
         assert (record.session_id, record.epoch) == (turn.session_id, turn.epoch)
         assert (record.turn_index, record.start_len) == (turn.turn_index, turn.history_len)
+        if record.start_len < len(session.chain):
+            forget_cut_answers(session, record.start_len)
         session.chain.cut(record.start_len)
         session.chain.extend(unpack_tokens(record.tokens))
         if record.start_len == 0:
@@ -299,9 +301,7 @@ class SessionController:
         session.turns += 1
         session.undone = session.awaited = None
         if record.idempotency_key is not None:
-            session.results[record.idempotency_key] = StoredResult(
-                record.idempotency_key, record.turn_index, record.result, record.digest
-            )
+            session.results[record.idempotency_key] = kept_of(record)
             keys = list(session.results)
             for place in outdated(keys):
                 del session.results[keys[place]]

@@ -34,6 +34,17 @@ class SqliteNotes:
         ).fetchall()
         return counting((self._note(entry.session_id, *row) for row in rows), entry.tokens)
 
+    def ends(self, db: sqlite3.Connection, session_id: str, turns: Iterable[int]) -> dict[int, int]:
+        """Where those of the turns end that have a note."""
+        found = {}
+        for turn_index in turns:
+            row = db.execute(
+                "SELECT note FROM notes WHERE session_id = ? AND turn_index = ?", (session_id, turn_index)
+            ).fetchone()
+            if row is not None:
+                found[turn_index] = self._note(session_id, turn_index, row[0]).end_len
+        return found
+
     def fork(self, db: sqlite3.Connection, parent: LedgerEntry, child_id: str, length: int) -> None:
         """Gives the child the notes of its parent's turns within its first `length` tokens."""
         self.add(db, child_id, inherited(self.read(db, parent), parent, length))

@@ -1,7 +1,7 @@
 """SqliteSessionStore: the session log in one SQLite file. One owner; calls must not overlap.
 
-A turn's row is written once and costs O(new tokens), however long the history is. A rewind deletes the rows of turns
-that lie wholly past its start, so the log stays in proportion to the histories it holds. A fork shares its parent's
+A turn costs O(new tokens), however long the history is. A rewind deletes the rows of turns that lie wholly past its
+start and cuts the row of the turn that it goes back into, so the log has only tokens of histories. A fork shares its parent's
 tokens (sqlite_histories.py), and parent and child may end in any order.
 
 Deleted data is overwritten, but stays in the write-ahead log until `purge`.
@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from controllers.errors import ControllerError, StoreError
-from controllers.kept_answers import outdated
 from controllers.log_cipher import LogCipher
 from controllers.log_rules import (
     adds_turn,
     changes_owner,
     check_fork,
-    check_key,
     exists,
     identity,
     not_found,
@@ -37,10 +35,10 @@ from controllers.records import (
     LedgerEntry,
     ModelFingerprint,
     SessionRecord,
-    StoredResult,
     TurnNote,
     TurnRecord,
 )
+from controllers.sqlite_answers import SqliteAnswers
 from controllers.sqlite_histories import SqliteHistories
 from controllers.sqlite_notes import SqliteNotes
 from controllers.sqlite_schema import open_session_log
@@ -89,6 +87,7 @@ class SqliteSessionStore:
         self._cipher = cipher or LogCipher()
         self._histories = SqliteHistories(self._cipher)
         self._notes = SqliteNotes(self._cipher)
+        self._answers = SqliteAnswers(self._cipher)
         self._connection = open_session_log(self._path, full_sync=full_sync)
         self._purged = False
         self._model_text = lru_cache(_MODELS_AT_ONCE)(_model_text)
@@ -133,13 +132,8 @@ class SqliteSessionStore:
             history = self._histories.read(db, entry)
             notes = self._notes.read(db, entry)
             tools, model = _tools_and_model(db, session_id)
-            rows = db.execute(
-                "SELECT turn_index, idempotency_key, digest, result FROM results"
-                " WHERE session_id = ? ORDER BY turn_index",
-                (session_id,),
-            ).fetchall()
-        results = tuple(self._result(session_id, *row) for row in rows)
-        return entry.record(history, results, tools, model, notes)
+            ends = {note.turn_index: note.end_len for note in notes}
+            return entry.record(history, self._answers.read(db, session_id, ends), tools, model, notes)
 
     def notes(self, session_id: str) -> list[TurnNote]:
         with self._transaction() as db:
@@ -149,6 +143,7 @@ class SqliteSessionStore:
         with self._transaction() as db:
             _entry(db, session_id)
             self._notes.forget(db, session_id, turn_index)
+            self._answers.forget(db, session_id, turn_index)
             self._purged = False
 
     def find(self, session_id: str) -> LedgerEntry:
@@ -187,7 +182,7 @@ class SqliteSessionStore:
             )
             if not _is_there(db, session_id):
                 return False
-            db.execute("DELETE FROM results WHERE session_id = ?", (session_id,))
+            self._answers.delete(db, session_id)
             self._notes.delete(db, session_id)
             self._histories.delete(db, session_id)
             db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
@@ -247,12 +242,13 @@ class SqliteSessionStore:
         entry = _entry(db, record.session_id)
         if not adds_turn(entry, record, lambda: self._is_last_turn(db, entry, record)):
             return
-        if record.idempotency_key is not None:
-            self._insert_result(db, record)
+        if record.start_len < entry.tokens:
+            ends = self._notes.ends(db, record.session_id, self._answers.turns(db, record.session_id))
+            self._answers.cut(db, record.session_id, record.start_len, ends)
+            self._purged = False
+        self._answers.append(db, record)
         self._histories.append(db, entry, record)
         self._notes.append(db, entry, record)
-        if record.start_len < entry.tokens:
-            self._purged = False
         last_turn = self._cipher.encrypt(json.dumps(identity(record)).encode(), _last_place(entry))
         changes = set_by(record)
         if "model" in changes:
@@ -298,41 +294,6 @@ class SqliteSessionStore:
         if stored is None or json.loads(self._cipher.decrypt(stored, _last_place(entry))) != identity(record):
             return False
         return self._histories.read(db, entry)[record.start_len * TOKEN_BYTES :] == record.tokens
-
-    def _insert_result(self, db: sqlite3.Connection, record: TurnRecord) -> None:
-        """Keeps the turn's result and deletes those that are now outdated."""
-        session_id, index, key = record.session_id, record.turn_index, record.idempotency_key
-        assert key is not None
-        kept = db.execute(
-            "SELECT turn_index, idempotency_key FROM results WHERE session_id = ? ORDER BY turn_index",
-            (session_id,),
-        ).fetchall()
-        keys = [key for _, key in kept]
-        check_key(record, keys)
-        digest = None if record.digest is None else record.digest.encode()
-        db.execute(
-            "INSERT INTO results (session_id, turn_index, idempotency_key, digest, result)"
-            " VALUES (?, ?, ?, ?, ?)",
-            (
-                session_id,
-                index,
-                key,
-                None if digest is None else self._cipher.encrypt(digest, _digest_place(session_id, index)),
-                self._cipher.encrypt(record.result, _result_place(session_id, index)),
-            ),
-        )
-        for place in outdated([*keys, key]):
-            db.execute(
-                "DELETE FROM results WHERE session_id = ? AND turn_index = ?", (session_id, kept[place][0])
-            )
-
-    def _result(
-        self, session_id: str, index: int, key: str, digest: bytes | None, result: bytes
-    ) -> StoredResult:
-        if digest is not None:
-            digest = self._cipher.decrypt(digest, _digest_place(session_id, index))
-        result = self._cipher.decrypt(result, _result_place(session_id, index))
-        return StoredResult(key, index, result, None if digest is None else digest.decode())
 
     def _error(self, exc: Exception) -> StoreError:
         return StoreError("session log: it cannot be read or written", detail=f"{self._path}: {exc}")
@@ -388,11 +349,3 @@ def _is_there(db: sqlite3.Connection, session_id: str) -> bool:
 
 def _last_place(entry: LedgerEntry) -> str:
     return f"the last turn of {entry.session_id}"
-
-
-def _digest_place(session_id: str, index: int) -> str:
-    return f"what turn {index} of {session_id} was asked"
-
-
-def _result_place(session_id: str, index: int) -> str:
-    return f"what turn {index} of {session_id} answered"

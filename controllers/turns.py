@@ -50,7 +50,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A turn that ran before. `result` is its answer."""
+    """A turn that ran before. `result` is its answer; empty if it had none, or if it was deleted."""
 
     session_id: str
     turn_index: int

@@ -17,6 +17,7 @@ from functools import partial
 
 from controllers.errors import (
     ControllerError,
+    IdempotencyConflict,
     SessionMoved,
     SessionNotFound,
     StaleEpoch,
@@ -169,6 +170,11 @@ class TurnRunner:
             key = self._sessions.tried_key(session.session_id, epoch, digest) or key
         begun = await self._begin_turn(call, session, epoch, key, digest)
         if isinstance(begun, Replay):
+            if not begun.result:
+                raise IdempotencyConflict(
+                    f"turn {begun.turn_index} of {named(session.session_id)} ran under this key, and its answer "
+                    "was deleted since, by a rewind, by a turn that went back, or as a response"
+                )
             return begun
         self._overlaps.has_turn(session.session_id, asker.left)
         try:

@@ -19,6 +19,7 @@ from unittest.mock import patch
 from msgspec import structs
 
 import controllers.session
+import controllers.sqlite_answers
 import controllers.sqlite_store
 from cache.history import History
 from controllers.cluster import Cluster
@@ -169,7 +170,7 @@ def _keys_are_not_looked_up() -> Patches:
 
     return [
         patch.object(SessionController, "begin_turn", begin_turn),
-        patch.object(controllers.sqlite_store, "check_key", lambda *_: None),
+        patch.object(controllers.sqlite_answers, "check_key", lambda *_: None),
     ]
 
 

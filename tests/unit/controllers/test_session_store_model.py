@@ -116,6 +116,11 @@ class ModelSession:
     last_turn: TurnRecord | None = None
 
     def take(self, record: TurnRecord) -> None:
+        if record.start_len < len(self.history):
+            whole = {note.turn_index for note in self.notes if note.end_len <= record.start_len}
+            self.results = [
+                kept if kept.turn_index in whole else replace(kept, result=b"") for kept in self.results
+            ]
         self.history = self.history[: record.start_len] + unpack_tokens(record.tokens).tolist()
         self.notes = cut(self.notes, record.start_len)
         if record.note:
@@ -143,6 +148,8 @@ class ModelSession:
         by_client = [result for result in self.results if result.idempotency_key.startswith("key")]
         others = [result for result in self.results if result not in by_client]
         kept = by_client[-KEPT_ANSWERS:] + others[-KEPT_ANSWERS:]
+        ends = {note.turn_index: note.end_len for note in self.notes}
+        kept = [replace(result, end_len=ends.get(result.turn_index)) for result in kept]
         return sorted(kept, key=lambda result: result.turn_index)
 
 
@@ -225,7 +232,11 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.forget_note(session_id, 10_000)
             return
         self.store.forget_note(session_id, session.notes[at].turn_index)
-        session.notes[at] = replace(session.notes[at], note=b"")
+        note = session.notes[at] = replace(session.notes[at], note=b"")
+        session.results = [
+            replace(kept, result=b"") if kept.turn_index == note.turn_index else kept
+            for kept in session.results
+        ]
 
     @rule(asked=st.lists(st.tuples(sessions, TOKENS, st.integers(-1, 1), KEYED), max_size=6))
     def turns_in_a_group(self, asked: list[tuple[str, list[int], int, str | None]]) -> None:

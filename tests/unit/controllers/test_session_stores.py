@@ -194,18 +194,63 @@ def test_turns_in_a_group_are_taken_or_refused_each_by_itself(store: SessionStor
     ]
     assert [history_of(store, name) for name in ("s", "t", "u")] == [[1, 4, 5], [7, 8], []]
     assert [(kept.idempotency_key, kept.result) for kept in store.load("s").results] == [
-        ("k", b"first"),
-        ("l", b"l"),
+        ("k", b""),  # cut later in the group
+        ("l", b""),
     ]
     assert store.load("t").results == (StoredResult("k", 0, b"t"),)
     assert store.append_turns([]) == []
 
 
-def test_results_outlive_a_rewind(store: SessionStore) -> None:
+def kept_of(store: SessionStore) -> dict[str, bytes]:
+    return {kept.idempotency_key: kept.result for kept in store.load("s").results}
+
+
+def test_a_rewind_deletes_the_answers_of_turns_that_it_cuts_and_keeps_their_keys(store: SessionStore) -> None:
+    """The answers stayed in the log, although their tokens were deleted."""
+    store.open(SESSION)
+    for index in range(3):
+        turn = turn_of(index, 2 * index, [1, 2], idempotency_key=f"k{index}", result=b"%d" % index, note=b"n")
+        append_turn(store, turn)
+    back = turn_of(3, 3, [7], idempotency_key="k3", result=b"3", note=b"n")
+    append_turn(store, back)
+    append_turn(store, back)
+    assert kept_of(store) == {"k0": b"0", "k1": b"", "k2": b"", "k3": b"3"}
+    with pytest.raises(IdempotencyConflict):
+        append_turn(store, turn_of(4, 4, [1], idempotency_key="k1"))
+    append_turn(store, turn_of(4, 2, [], idempotency_key="k4"))
+    assert kept_of(store) == {"k0": b"0", "k1": b"", "k2": b"", "k3": b"", "k4": b""}
+    append_turn(store, turn_of(5, 2, [8]))
+    assert kept_of(store)["k0"] == b"0", "it is still whole"
+
+
+def test_a_turn_whose_end_is_not_known_counts_as_cut(store: SessionStore) -> None:
+    """Earlier versions wrote turns without notes."""
     store.open(SESSION)
     append_turn(store, turn_of(0, 0, [1], idempotency_key="k", result=b"r"))
-    append_turn(store, turn_of(1, 0, [2]))
-    assert [result.idempotency_key for result in store.load("s").results] == ["k"]
+    append_turn(store, turn_of(1, 1, [2, 3]))
+    append_turn(store, turn_of(2, 2, [4]))
+    assert kept_of(store) == {"k": b""}
+
+
+def test_a_fork_does_not_change_what_a_rewind_deletes_of_the_answers(store: SessionStore) -> None:
+    store.open(SESSION)
+    for index in range(3):
+        turn = turn_of(index, 2 * index, [1, 2], idempotency_key=f"k{index}", result=b"%d" % index, note=b"n")
+        append_turn(store, turn)
+    store.fork("s", 6, replace(SESSION, session_id="child"))
+    append_turn(store, turn_of(3, 4, []))
+    assert kept_of(store) == {"k0": b"0", "k1": b"1", "k2": b""}
+    assert history_of(store, "child") == [1, 2, 1, 2, 1, 2]
+
+
+def test_a_forgotten_note_takes_its_turns_answer_along_and_not_its_key(store: SessionStore) -> None:
+    """A deleted response was still in the log: as the answer that is sent again."""
+    store.open(SESSION)
+    append_turn(store, turn_of(0, 0, [1], idempotency_key="k0", result=b"0", note=b"n"))
+    append_turn(store, turn_of(1, 1, [2], idempotency_key="k1", result=b"1", note=b"n"))
+    store.forget_note("s", 0)
+    assert kept_of(store) == {"k0": b"", "k1": b"1"}
+    assert [note.note for note in store.notes("s")] == [b"", b"n"]
 
 
 def test_touch(store: SessionStore) -> None:
@@ -311,7 +356,7 @@ def test_texts_and_bytes_of_every_kind(store: SessionStore) -> None:
     for name in names:
         store.open(replace(SESSION, session_id=name, tenant=tenant_in(name), open_key=name))
         for index, result in enumerate(results):
-            record = turn_of(index, 0, [2**32 - 1], idempotency_key=f"{name}{index}", result=result)
+            record = turn_of(index, index, [2**32 - 1], idempotency_key=f"{name}{index}", result=result)
             append_turn(store, replace(record, session_id=name, digest=name, tools=name))
     for name in names:
         record = store.load(name)

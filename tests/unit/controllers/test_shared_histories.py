@@ -118,6 +118,54 @@ def test_a_rewound_session_leaves_no_byte_of_what_it_rewound(store: SessionStore
     assert [token for token in TOKENS[:20] if times_seen(seen, token)] == TOKENS[:5]
 
 
+def test_a_rewind_into_a_turn_leaves_no_byte_of_the_turns_rest(store: SessionStore, seen: Seen) -> None:
+    """The turn's tokens were kept whole: to regenerate an answer left the former answer in the log."""
+    store.open(SESSION)
+    append_turn(store, turn_of(0, 0, TOKENS[:10]))
+    append_turn(store, turn_of(1, 10, TOKENS[10:20]))
+    append_turn(store, turn_of(2, 15, [1, 2, 3]))
+    store.purge()
+    assert [token for token in TOKENS[:20] if times_seen(seen, token)] == TOKENS[:15]
+    append_turn(store, turn_of(3, 7, []))
+    store.purge()
+    assert [token for token in TOKENS[:20] if times_seen(seen, token)] == TOKENS[:7]
+    append_turn(store, turn_of(4, 7, [4]))
+    assert history_of(store) == [*TOKENS[:7], 4]
+
+
+def test_deleted_answers_leave_no_byte(store: SessionStore, seen: Seen) -> None:
+    store.open(SESSION)
+    for index, answer in enumerate((b"the first answer", b"the second answer", b"the third answer")):
+        said = turn_of(index, 2 * index, [1, 2], idempotency_key=f"k{index}", result=answer, note=b"n")
+        append_turn(store, said)
+    append_turn(store, turn_of(3, 5, []))
+    store.forget_note("s", 0)
+    store.purge()
+    left = seen()
+    assert b"the second answer" in left
+    assert b"the first answer" not in left
+    assert b"the third answer" not in left
+
+
+def test_a_rewind_takes_nothing_from_a_fork_and_the_forks_end_deletes_the_rest(
+    store: SessionStore, seen: Seen
+) -> None:
+    store.open(SESSION)
+    append_turn(store, turn_of(0, 0, TOKENS[:10]))
+    forked(store, "s", 8, "child")
+    append_turn(store, turn_of(1, 10, TOKENS[10:20]))
+    append_turn(store, turn_of(2, 12, []))
+    store.purge()
+    assert [token for token in TOKENS[:20] if times_seen(seen, token)] == TOKENS[:12]
+    append_turn(store, turn_of(3, 5, []))
+    store.purge()
+    assert (history_of(store), history_of(store, "child")) == (TOKENS[:5], TOKENS[:8])
+    assert [token for token in TOKENS[:20] if times_seen(seen, token)] == TOKENS[:8]
+    assert store.close("child")
+    store.purge()
+    assert [token for token in TOKENS[:20] if times_seen(seen, token)] == TOKENS[:5]
+
+
 def test_forks_of_forks_end_in_any_order(store: SessionStore, seen: Seen) -> None:
     random = Random(3)
     for _ in range(20):

@@ -34,6 +34,11 @@ from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, call, running_rig, tokens_of
 
 AT_ONCE_S = 1e-6
+KEPT: list[tuple[str, list[int], dict[str, Any]]] = [
+    ("whole", [1, 2], {}),
+    ("cut", [3], {}),
+    ("went back", [4], {"rewind_to": 11}),
+]
 
 
 async def test_turns_of_a_session_equal_one_long_request(rig: Rig) -> None:
@@ -138,6 +143,25 @@ async def test_retried_turn_runs_once(rig: Rig) -> None:
     other = await rig.run(call([1, 3], "s", key="k"), epoch)
     assert other[-1].error is not None
     assert other[-1].error.code == "idempotency_conflict"
+
+
+async def test_a_key_whose_answer_was_rewound_never_runs_again_wherever_its_session_is(rig: Rig) -> None:
+    """The answer was still told, here and after a takeover, although a rewind had deleted it."""
+    epoch = rig.open_session("s")
+    await rig.run(call([1, 2], "s", key="whole"), epoch)
+    await rig.run(call([3], "s", key="cut"), epoch)
+    await rig.run(call([4], "s", key="went back", rewind_to=11), epoch)
+    for _ in range(2):
+        answers = {
+            key: (await rig.run(call(new, "s", key=key, **more), epoch))[-1] for key, new, more in KEPT
+        }
+        assert answers["whole"].replayed
+        assert answers["went back"].replayed
+        assert answers["cut"].error is not None
+        assert (answers["cut"].error.status, answers["cut"].error.code) == (409, "idempotency_conflict")
+        assert "was deleted" in answers["cut"].error.message
+        assert rig.sessions.committed_len("s") == 20
+        rig.sessions.drop("s")  # the next turn loads it from the log, as a next owner does
 
 
 @pytest.mark.parametrize(
