@@ -150,7 +150,7 @@ class Overloaded(ControllerError):
 
 
 class IdempotencyConflict(ControllerError):
-    """The idempotency key has been used for a different request."""
+    """The idempotency key has been used for a different request, or for a turn whose answer was deleted since."""
 
     code = "idempotency_conflict"
     field = "idempotency_key"

@@ -43,7 +43,7 @@ class SessionNotes:
         return page
 
     def forget(self, session_id: str, tenant: str, turn_index: int) -> None:
-        """Deletes what a turn's note says. A turn without a note is fine."""
+        """Deletes what a turn's note says, and its kept answer. A turn without a note is fine."""
         key = session_key(tenant, session_id)
         self._ledger.get(key)
         with self._claims.changing(key), self._stats.timed("notes"):

@@ -1,8 +1,8 @@
 """SqliteSessionStore: the session log in one SQLite file. One owner; calls must not overlap.
 
 A turn costs O(new tokens), however long the history is. A rewind deletes the rows of turns that lie wholly past its
-start and cuts the row of the turn that it goes back into, so the log has only tokens of histories. A fork shares its parent's
-tokens (sqlite_histories.py), and parent and child may end in any order.
+start and cuts the row of the turn that it goes back into, so the log has only tokens of histories. A fork shares its
+parent's tokens (sqlite_histories.py), and parent and child may end in any order.
 
 Deleted data is overwritten, but stays in the write-ahead log until `purge`.
 """

@@ -57,7 +57,9 @@ class SessionStore(Protocol):
 
     def append_turns(self, records: Sequence[TurnRecord]) -> Sequence[ControllerError | None]:
         """Appends committed turns, one after the other, and returns the outcome of each. A turn that is refused changes
-        nothing. Repeating the last turn of a session is fine. A `start_len` below the history's length is a rewind.
+        nothing. Repeating the last turn of a session is fine. A `start_len` below the history's length is a rewind: in
+        the same change the session loses its tokens after that, and the kept answers of turns that are no longer whole
+        become empty. Their keys stay.
 
         Outcomes are None, SessionNotFound and SessionTakenOver; StaleEpoch if the epoch is not the stored one, or if
         the turn is not the next one or starts past the history's end; IdempotencyConflict if a recent turn had the same
@@ -71,8 +73,8 @@ class SessionStore(Protocol):
         """The notes of the turns that make up the session's history, in their order. Raises SessionNotFound."""
 
     def forget_note(self, session_id: str, turn_index: int) -> None:
-        """Deletes what the turn's note says; its checkpoint stays. A turn without a note is fine. Raises
-        SessionNotFound."""
+        """Deletes what the turn's note says, and its kept answer. The note's checkpoint and the answer's key stay. A
+        turn without a note is fine. Raises SessionNotFound."""
 
     def find(self, session_id: str) -> LedgerEntry:
         """The session as the log has it, whichever cluster is its writer. Raises SessionNotFound."""
