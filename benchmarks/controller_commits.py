@@ -149,7 +149,7 @@ async def through_ray(asked: dict[str, Any]) -> dict[str, float]:
         actor = actor_class.remote(ClusterSettings(), log_of(asked), "cluster")
     else:
         connection = {"node_id": ray.get_runtime_context().get_node_id()}
-        actor = actor_class.remote(ClusterSettings(), log_of(asked), "cluster", b"", serve_commits)
+        actor = actor_class.remote(ClusterSettings(), log_of(asked), "cluster", serve_commits)
     calls = [
         ControllerCalls([ShardCalls(lambda: actor, timeout_s=30.0, **connection)]) for _ in range(REPLICAS)
     ]

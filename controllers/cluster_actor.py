@@ -67,9 +67,13 @@ class ClusterController:
     """The actor's methods. `controllers.cluster.Cluster` says what each does and which ControllerError it raises.
 
     `settings` apply until a deployment is announced. From then on those of the newest deployment apply, also after the
-    actor has restarted. `cluster` names the cluster to others on the same session log. `link_secret` is shared by the
-    processes of the cluster; Ray keeps it for a restart of the actor. `serve_commits` makes the server of commit_turns
-    for connections without Ray (None: there is none). `clock` returns Unix time and `timer` monotonic time, in seconds.
+    actor has restarted. `cluster` names the cluster to others on the same session log. `serve_commits` makes the server
+    of commit_turns for connections without Ray (None: there is none). `clock` returns Unix time and `timer` monotonic
+    time, in seconds.
+
+    The link secret is in the log, since an actor that is created anew must give out the same one: processes that have
+    it ask only once.
+
     Construction raises StoreError if the session log cannot be used.
     """
 
@@ -81,15 +85,14 @@ class ClusterController:
         settings: ClusterSettings,
         log: LogSettings,
         cluster: str,
-        link_secret: bytes = b"",
         serve_commits: ServeCommits | None = None,
         *,
         open_log: Callable[[LogSettings, str, Callable[[], float]], SessionStore] = open_store,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._link_secret = link_secret
         store = open_log(log, cluster, clock)
+        self._link_secret = store.link_secret(secrets.token_bytes(LINK_SECRET_BYTES))
         self._deployments = Deployments(store, log, settings)
         self._cluster = Cluster(self._deployments.settings, store, clock=clock, timer=timer)
         self._cluster.tick()
@@ -273,9 +276,7 @@ def get_or_create_controller(
         # Ray keeps its session's name as long as a cluster lives, even if the head node restarts from Ray's own state
         # in Redis. No two clusters have the same name.
         cluster = ray.get_runtime_context().get_session_name()
-        return actor_class.remote(
-            settings, log, cluster, secrets.token_bytes(LINK_SECRET_BYTES), serve_commits
-        )
+        return actor_class.remote(settings, log, cluster, serve_commits)
 
 
 @contextmanager

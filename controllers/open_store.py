@@ -39,4 +39,4 @@ def open_store(log: LogSettings, cluster: str, clock: Callable[[], float]) -> Se
 
         return RedisSessionStore(log, cluster, clock=clock, open_patience_s=OPEN_PATIENCE_S, cipher=cipher)
     refuse_other_shards(log)
-    return SqliteSessionStore(log.file, clock=clock, full_sync=log.full_sync, cipher=cipher)
+    return SqliteSessionStore(log.file, cluster, clock=clock, full_sync=log.full_sync, cipher=cipher)

@@ -8,11 +8,13 @@ A session has
 - `notes`, a hash: what turns said, see redis_notes.py.
 
 The log also has `sessions`, the set of all ids, and `epoch_floor`. A cluster has `alive`, which exists while the
-cluster lives, `deployment`, and `taken`, a hash: the sessions that others took from it, and at which epochs.
+cluster lives, the keys of redis_cluster_facts.py, and `taken`, a hash: the sessions that others took from it, and at
+which epochs.
 
 Several clusters may write to one log, each to its own sessions. A session names the cluster that opened or claimed it
 last. A change is made only if the session is still as it was read, so a cluster that has lost the session in between
-changes nothing. If the log is encrypted, `session`, tokens, results and notes are; ids, lengths and the rest are not.
+changes nothing. If the log is encrypted, `session`, tokens, results, notes and the link secret are; ids, lengths and
+the rest are not.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from controllers.records import (
     TurnRecord,
 )
 from controllers.redis_answers import RedisAnswers
+from controllers.redis_cluster_facts import ClusterFacts
 from controllers.redis_connection import Connect, connect_redis
 from controllers.redis_histories import FIELDS_AT_ONCE, RedisHistories
 from controllers.redis_log import ALIVE_S, Command, Guards, RedisLog
@@ -57,9 +60,6 @@ SWEPT_AT_ONCE = 100
 
 TAKEN_KEPT_S = 3600
 """How long the log keeps what was taken from a cluster. A cluster that has not asked for so long does not come back."""
-
-DEPLOYMENT_KEPT_S = 30 * 24 * 3600
-"""How long after its last sweep a cluster may come back with its settings: Ray can restore it from Ray's own state."""
 
 MOST_TRIES = 5
 """How often a change is tried when guards fail, for example because an answer was lost or a session was taken over."""
@@ -89,7 +89,7 @@ class RedisSessionStore:
         self._notes = RedisNotes(self._log, self._cipher)
         self._answers = RedisAnswers(self._log, self._cipher)
         self._clock = clock
-        self._deployment_key = self._log.key("deployment", cluster)
+        self._facts = ClusterFacts(self._log, self._cipher)
         self._cursor = 0  # of the walk over all sessions that `changes` continues
 
     def open(self, record: SessionRecord, notes: Sequence[TurnNote] = ()) -> SessionRecord:
@@ -186,7 +186,7 @@ class RedisSessionStore:
         )
         commands: list[Command] = [
             ("SET", self._log.alive_key(self._log.cluster), 1, "EX", ALIVE_S),
-            ("EXPIRE", self._deployment_key, DEPLOYMENT_KEPT_S),
+            *self._facts.kept(),
         ]
         known = list(taken)
         commands += [
@@ -251,11 +251,13 @@ class RedisSessionStore:
         """Does nothing: Redis itself removes deleted data from its files."""
 
     def deployment(self) -> str | None:
-        (text,) = self._log.read(("GET", self._deployment_key))
-        return None if text is None else text.decode()
+        return self._facts.deployment()
 
     def set_deployment(self, text: str) -> None:
-        self._log.change([("SET", self._deployment_key, text, "EX", DEPLOYMENT_KEPT_S)])
+        self._facts.set_deployment(text)
+
+    def link_secret(self, new: bytes) -> bytes:
+        return self._facts.link_secret(new)
 
     def disconnect(self) -> None:
         self._log.close()

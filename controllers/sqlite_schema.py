@@ -78,6 +78,11 @@ CREATE TABLE IF NOT EXISTS deployment (
     single_row INTEGER PRIMARY KEY CHECK (single_row = 1),
     text TEXT NOT NULL
 );
+CREATE TABLE IF NOT EXISTS link_secret (
+    single_row INTEGER PRIMARY KEY CHECK (single_row = 1),
+    cluster TEXT NOT NULL,
+    secret BLOB NOT NULL
+);
 PRAGMA application_id = {application_id};
 PRAGMA user_version = {version};
 COMMIT;

@@ -69,7 +69,7 @@ _MODELS_AT_ONCE = 16
 
 
 class SqliteSessionStore:
-    """A SessionStore in the file `path`. `clock` returns Unix time in seconds.
+    """A SessionStore in the file `path`, for `cluster`. `clock` returns Unix time in seconds.
 
     Raises StoreError if the file cannot be used. `open_session_log` says what `full_sync` does.
     """
@@ -77,12 +77,14 @@ class SqliteSessionStore:
     def __init__(
         self,
         path: str | Path,
+        cluster: str = "",
         *,
         clock: Callable[[], float] = time.time,
         full_sync: bool = False,
         cipher: LogCipher | None = None,
     ) -> None:
         self._path = Path(path)
+        self._cluster = cluster
         self._clock = clock
         self._cipher = cipher or LogCipher()
         self._histories = SqliteHistories(self._cipher)
@@ -205,6 +207,19 @@ class SqliteSessionStore:
     def set_deployment(self, text: str) -> None:
         with self._transaction() as db:
             db.execute("INSERT OR REPLACE INTO deployment VALUES (1, ?)", (text,))
+
+    def link_secret(self, new: bytes) -> bytes:
+        """The file keeps the secret of the cluster that used it last."""
+        place = f"the link secret of {self._cluster}"
+        with self._transaction() as db:
+            found = db.execute(
+                "SELECT secret FROM link_secret WHERE cluster = ?", (self._cluster,)
+            ).fetchone()
+            secret = new if found is None else self._cipher.decrypt(found[0], place)
+            stored = self._cipher.encrypt(secret, place)
+            db.execute("INSERT OR REPLACE INTO link_secret VALUES (1, ?, ?)", (self._cluster, stored))
+            self._purged = False
+        return secret
 
     def purge(self) -> None:
         if self._purged:

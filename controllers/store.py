@@ -116,5 +116,8 @@ class SessionStore(Protocol):
     def set_deployment(self, text: str) -> None:
         """Stores which deployment's settings apply to this cluster (controllers/deployments.py)."""
 
+    def link_secret(self, new: bytes) -> bytes:
+        """The secret that the processes of this cluster share. If the log has none, it becomes `new`."""
+
     def disconnect(self) -> None:
         """Releases the log. The store is unusable afterwards."""

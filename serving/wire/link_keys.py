@@ -3,7 +3,7 @@
 On one node a connection is a socket file that only its user may open. Between nodes connections are encrypted and both
 ends authenticate (CurveZMQ, https://rfc.zeromq.org/spec/26). Each replica has its own key pair, and front ends learn
 its public key from the cluster controller. All front ends share one key pair. Its secret key is the cluster's link
-secret, which the controller gives only to processes of its Ray cluster.
+secret, which the controller keeps in the session log and gives only to processes of its Ray cluster.
 """
 
 from __future__ import annotations
