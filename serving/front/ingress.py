@@ -46,7 +46,12 @@ from serving.trace.opening import front_traces, open_spans
 from serving.watch.metrics import IngressMetrics
 from serving.wire.calls import GetModelInfo
 from serving.wire.connections import ConnectionFactory
-from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, ControllerCalls, connect_controller
+from serving.wire.controller_calls import (
+    CONTROLLER_TIMEOUT_S,
+    ControllerCalls,
+    connect_controller,
+    once_up,
+)
 from serving.wire.link_keys import CurveKeys
 from serving.wire.turns import ModelInfo, TurnService
 
@@ -243,11 +248,11 @@ class Ingress:
 
 
 async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> IngressPlace:
-    """The place of an ingress that runs as a replica of Ray Serve."""
+    """The place of an ingress that runs as a replica of Ray Serve. Waits for the controller, see once_up."""
     log_with_serve(args.logs)
     itself = serve.get_replica_context()
     controller = connect_controller(args.controller.name, deployment)
-    keys = CurveKeys.of_secret(await controller.link_secret())
+    keys = CurveKeys.of_secret(await once_up(controller.link_secret))
     return IngressPlace(
         ingress_id=itself.replica_id.unique_id,
         controller=controller,

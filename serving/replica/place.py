@@ -24,7 +24,7 @@ from serving.text.text import TextProcessor
 from serving.watch.metrics import EndedTurn
 from serving.watch.ray_gauges import RayGauges
 from serving.watch.ray_llm import RayLLM
-from serving.wire.controller_calls import ControllerCalls, connect_controller
+from serving.wire.controller_calls import ControllerCalls, connect_controller, once_up
 from serving.wire.link_keys import CurveKeys
 from serving.wire.peer_sockets import PeerSockets, TakeFrame
 
@@ -58,7 +58,7 @@ class ReplicaPlace:
 
 
 async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> ReplicaPlace:
-    """The place of a replica in Ray Serve."""
+    """The place of a replica in Ray Serve. Waits for the controller, see once_up."""
     log_with_serve(args.logs)
     controller = connect_controller(args.controller.name, deployment)
     context = ray.get_runtime_context()
@@ -75,7 +75,7 @@ async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> ReplicaPla
         controller=controller,
         listener=PeerSockets(
             ray.util.get_node_ip_address(),
-            (CurveKeys.of_secret(await controller.link_secret()).public,),
+            (CurveKeys.of_secret(await once_up(controller.link_secret)).public,),
             node_id=context.get_node_id(),
             make_address=partial(ReplicaAddress, actor=context.get_actor_name(), namespace=context.namespace),
         ),

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cache.audit import PageAccounts
-from controllers.errors import ControllerError, StoreError
+from controllers.errors import ControllerError
 from controllers.served_model import ServedModel
 from controllers.session import SessionController
 from engine.api import Engine, EngineError, InvalidRequest
@@ -70,7 +70,7 @@ from serving.wire.calls import (
     Tokenize,
     answer_of,
 )
-from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S
+from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, once_up
 from serving.wire.errors import error_info, unavailable
 from serving.wire.turns import (
     ChatPrompt,
@@ -98,10 +98,8 @@ process, whatever is left."""
 DRAIN_AGAIN_S = 1.0
 """How long a replica that is to end waits before it asks to drain again. The others may only be suspect, or not heard
 yet by a controller that has just started."""
-JOIN_PAUSE_S = 1.0
 LAST_ANSWERS_S = 1.0
 """How long the last answer may be on its way. The replica deregisters only after that, since front ends then leave."""
-START_TIMEOUT_S = 900.0
 
 
 class LLMReplica:
@@ -379,7 +377,7 @@ class LLMReplica:
         self._engine.start()
         serve_logger.info("replica %s: %s", self._replica_id, execution_line(self._engine))
         self._host.address = self._listener.open(self._links.frame_came)
-        await self._join()
+        await once_up(self._join)
         controller, sessions = self._args.controller, self._args.sessions
         for shard in range(
             controller.shards
@@ -397,18 +395,9 @@ class LLMReplica:
         self._tasks.every(GAUGE_INTERVAL_S, self._publish_gauges, timeout_s=GAUGE_INTERVAL_S)
 
     async def _join(self) -> None:
-        """Registers with the controller. While the controller or its log is away, the replica waits and keeps its
-        loaded model. Raises SettingsRefused."""
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while True:
-                try:
-                    await self._controller.announce()
-                    await self._controller.register_replica(self._host.status())
-                except StoreError as error:  # NoAnswer is one
-                    logger.warning("still waiting for the cluster controller: %s", error)
-                    await asyncio.sleep(JOIN_PAUSE_S)
-                else:
-                    return
+        """Registers with the controller. Raises SettingsRefused."""
+        await self._controller.announce()
+        await self._controller.register_replica(self._host.status())
 
     async def _hand_over(self) -> None:
         await self._host.hand_over()

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from controllers.cluster_actor import get_or_create_controller
-from controllers.errors import ControllerError, SettingsRefused
+from controllers.errors import ControllerError, SettingsRefused, StoreError
 from controllers.histogram import Measure
 from controllers.joined_answers import (
     cursors_of,
@@ -46,6 +46,9 @@ from serving.wire.shard_calls import ShardCalls
 logger = logging.getLogger(__name__)
 
 CONTROLLER_TIMEOUT_S = 15.0
+START_TIMEOUT_S = 900.0
+"""How long a process that starts waits for the controller and its log."""
+START_PAUSE_S = 1.0
 NAMESPACE = "kedge"
 STRAGGLER_S = 0.5
 """How long the others of a question to all shards are waited for once the first has answered, if one answer will do."""
@@ -213,6 +216,18 @@ class ControllerCalls:
         answers = await asyncio.gather(*map(ask, self.shards), return_exceptions=True)
         _raise_first(answers)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+async def once_up(ask: Callable[[], Awaitable[T]]) -> T:
+    """What `ask` returns, once the controller and its log can be used. So a process that starts waits for them, and
+    keeps what it has loaded. Raises TimeoutError after START_TIMEOUT_S, and any other refusal at once."""
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while True:
+            try:
+                return await ask()
+            except StoreError as error:  # NoAnswer is one
+                logger.warning("still waiting for the cluster controller: %s", error)
+                await asyncio.sleep(START_PAUSE_S)
 
 
 def _raise_first(answers: Sequence[object]) -> None:
