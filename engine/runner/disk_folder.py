@@ -1,111 +1,24 @@
-"""A folder on disk that belongs to one process while it lives, inside a folder that several processes share.
-
-A process that makes or clears away a folder holds the lock of the shared folder meanwhile. The owner also holds its own
-folder's lock, from within that time until it ends, however it ends. So, under the shared lock, a folder whose lock is
-free is the leftover of a dead process; that of a living process cannot be mistaken for one.
-"""
+"""The folder for a replica's KV on disk. Several replicas may share the folder of the settings."""
 
 from __future__ import annotations
 
-import fcntl
-import logging
-import os
-import stat
-import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+
+from engine.owned_folder import OwnedFolder
 
 PREFIX = "kedge-kv-"
-LOCK = "lock"
 SUFFIX = ".kv"
-LOCK_WAIT_S = 30.0
-LOCK_POLL_S = 0.02
-
-_logger = logging.getLogger("kedge.engine")
 
 
 class DiskUnavailable(RuntimeError):
     """KV cannot be kept inside the folder of the settings."""
 
 
-class DiskFolder:
-    """Owns the folder `path`. The caller writes the files in it."""
+class DiskFolder(OwnedFolder):
+    """An OwnedFolder inside `root`. Raises DiskUnavailable."""
 
     def __init__(self, root: Path) -> None:
-        """Makes `root` if needed, and clears away what dead processes left in it. Raises DiskUnavailable."""
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _locked(root):
-                _clear_leftovers(root)
-                self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
-                self._lock = _open_lock(self.path / LOCK)
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            super().__init__(root, PREFIX, SUFFIX)
         except OSError as error:
             raise DiskUnavailable(f"cannot keep KV on disk in {root} (cache.disk_path): {error}") from error
-
-    def file(self, name: str) -> Path:
-        return self.path / f"{name}{SUFFIX}"
-
-    def close(self) -> None:
-        """Removes the folder. It stays locked until it is gone."""
-        _remove(self.path)
-        self._lock.close()
-
-
-@contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    """Holds the lock of the shared folder. Raises TimeoutError, which is an OSError."""
-    deadline_s = time.monotonic() + LOCK_WAIT_S
-    with _open_lock(root / f"{PREFIX}{LOCK}") as lock:
-        while not _try_lock(lock):
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"another process has been making its folder there for {LOCK_WAIT_S} s")
-            time.sleep(LOCK_POLL_S)
-        yield
-
-
-def _open_lock(path: Path, flags: int = os.O_CREAT) -> IO[str]:
-    """Opens a lock file without following a link or emptying it: where others may write to the shared folder, the name
-    may belong to a file that is not ours. Raises OSError."""
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600), "r+")
-
-
-def _clear_leftovers(root: Path) -> None:
-    """Removes leftovers of this user only. Other users' folders, and links to folders, are left alone."""
-    for folder in root.glob(f"{PREFIX}*"):
-        try:
-            found = folder.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-                continue
-            with _open_lock(folder / LOCK, flags=0) as lock:
-                if not _try_lock(lock):
-                    continue  # its owner lives
-                _remove(folder)
-        except FileNotFoundError:  # its owner died between making and locking it, or is removing it now
-            _remove(folder)
-        except OSError as error:
-            _logger.warning("leftovers in %s stay: %s", folder, error)
-
-
-def _remove(folder: Path) -> None:
-    """Removes what this module's owners put there, and the folder if it is then empty."""
-    try:
-        for file in folder.glob(f"*{SUFFIX}"):
-            file.unlink(missing_ok=True)
-        (folder / LOCK).unlink(missing_ok=True)
-        folder.rmdir()
-    except FileNotFoundError:
-        return  # another process has removed it
-    except OSError as error:
-        _logger.warning("%s could not be removed: %s", folder, error)
-
-
-def _try_lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

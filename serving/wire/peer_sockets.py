@@ -6,7 +6,6 @@ import asyncio
 import errno
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -17,12 +16,15 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from controllers.records import SocketAddress
+from engine.owned_folder import OwnedFolder
 from serving.wire.link_keys import CurveKeys
 
 logger = logging.getLogger(__name__)
 
 LINGER_MS = 1000
 """How long `close` waits for the last answers to be sent."""
+
+SUFFIX = ".socket"
 
 
 Peer = tuple[int, bytes]
@@ -57,7 +59,7 @@ class PeerSockets(Generic[A]):
             None  # one for each try: an address within it is free only later
         )
         self._keys = CurveKeys.new()
-        self._folder: str | None = None
+        self._folder: OwnedFolder | None = None
         self._authenticator: AsyncioAuthenticator | None = None
         self._sockets: list[zmq.asyncio.Socket] = []
         self._readers: list[asyncio.Task[None]] = []
@@ -72,8 +74,8 @@ class PeerSockets(Generic[A]):
 
     def _listen(self, frame_came: TakeFrame) -> A:
         context = self._context = zmq.asyncio.Context()
-        self._folder = tempfile.mkdtemp(prefix="kedge-")  # 0700
-        path = Path(self._folder, "calls")
+        self._folder = own_folder(Path(tempfile.gettempdir()))
+        path = self._folder.file("calls")
         local = self._router(context)
         local.bind(f"ipc://{path}")
         os.chmod(path, 0o600)
@@ -122,7 +124,8 @@ class PeerSockets(Generic[A]):
             self._authenticator.stop()
             self._authenticator = None
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
+            self._folder = None
         context, self._context = self._context, None
         return context
 
@@ -152,6 +155,13 @@ class PeerSockets(Generic[A]):
                     frame_came((index, name), header, body)
                 except Exception:  # it concerns one peer: the others must be heard
                     logger.exception("a peer's message was not taken")
+
+
+def own_folder(root: Path) -> OwnedFolder:
+    """A folder for this process's socket files, which only its user can enter. Clears away those of this user's dead
+    processes. Raises OSError. The user is in the name because users may share `root`, and the lock of such folders in
+    it is the user's own."""
+    return OwnedFolder(root, f"kedge-sockets-{os.geteuid()}-", SUFFIX)
 
 
 class KnownKeys:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from engine import owned_folder
 from engine.runner import disk_folder
 from engine.runner.disk_folder import DiskFolder, DiskUnavailable
 
@@ -88,6 +89,17 @@ def test_a_process_that_died_before_it_locked_its_folder_leaves_nothing_either(t
     folder.close()
 
 
+def test_a_living_process_keeps_its_files_even_if_somebody_took_its_lock(tmp_path: Path) -> None:
+    """Programs that tidy up /tmp remove old files, whoever has them open."""
+    folder = DiskFolder(tmp_path)
+    folder.file("1").write_bytes(b"KV")
+    (folder.path / owned_folder.LOCK).unlink()
+    DiskFolder(tmp_path).close()
+    assert folder.file("1").read_bytes() == b"KV"
+    folder.close()
+    assert folders(tmp_path) == set()
+
+
 def test_nothing_of_anybody_else_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     foreign = tmp_path / "kedge-kv-mine" / "letter.txt"
     foreign.parent.mkdir()
@@ -131,8 +143,11 @@ def test_a_path_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
 def test_a_start_that_hangs_holds_up_no_other_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_folder, "LOCK_WAIT_S", 0.1)
-    with disk_folder._locked(tmp_path), pytest.raises(DiskUnavailable, match="another process"):
+    monkeypatch.setattr(owned_folder, "LOCK_WAIT_S", 0.1)
+    with (
+        owned_folder.locked(tmp_path, disk_folder.PREFIX),
+        pytest.raises(DiskUnavailable, match="another process"),
+    ):
         DiskFolder(tmp_path)
     DiskFolder(tmp_path).close()
 
@@ -147,10 +162,10 @@ def test_a_link_that_another_user_left_is_not_followed(tmp_path: Path) -> None:
     for file in kept:
         file.write_text("kept")
     (root / f"{disk_folder.PREFIX}linked").symlink_to(theirs)
-    (root / f"{disk_folder.PREFIX}{disk_folder.LOCK}").symlink_to(kept[0])
+    (root / f"{disk_folder.PREFIX}{owned_folder.LOCK}").symlink_to(kept[0])
     with pytest.raises(DiskUnavailable, match="disk_path"):
         DiskFolder(root)
-    (root / f"{disk_folder.PREFIX}{disk_folder.LOCK}").unlink()
+    (root / f"{disk_folder.PREFIX}{owned_folder.LOCK}").unlink()
     DiskFolder(root).close()
     assert [file.read_text() for file in kept] == ["kept", "kept"]
 
@@ -163,4 +178,4 @@ def test_the_shared_folder_and_its_lock_are_private(tmp_path: Path) -> None:
     finally:
         os.umask(former)
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
-    assert stat.S_IMODE((root / f"{disk_folder.PREFIX}{disk_folder.LOCK}").stat().st_mode) == 0o600
+    assert stat.S_IMODE((root / f"{disk_folder.PREFIX}{owned_folder.LOCK}").stat().st_mode) == 0o600
