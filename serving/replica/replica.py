@@ -377,7 +377,6 @@ class LLMReplica:
         self._engine.start()
         serve_logger.info("replica %s: %s", self._replica_id, execution_line(self._engine))
         self._host.address = self._listener.open(self._links.frame_came)
-        await once_up(self._join)
         controller, sessions = self._args.controller, self._args.sessions
         for shard in range(
             controller.shards
@@ -393,6 +392,7 @@ class LLMReplica:
         self._tasks.every(LOOK_INTERVAL_S, self._kv_watch.look, timeout_s=3 * ENGINE_CALL_TIMEOUT_S)
         self._tasks.every(TICK_S, self._links.watch, timeout_s=TICK_S)
         self._tasks.every(GAUGE_INTERVAL_S, self._publish_gauges, timeout_s=GAUGE_INTERVAL_S)
+        await once_up(self._join)  # a shard that answers has sessions here while another one is waited for
 
     async def _join(self) -> None:
         """Registers with the controller. Raises SettingsRefused."""
