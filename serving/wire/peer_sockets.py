@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 LINGER_MS = 1000
 """How long `close` waits for the last answers to be sent."""
 
-SUFFIX = ".socket"
+SUFFIX = ".ipc"
 
 
 Peer = tuple[int, bytes]
@@ -161,7 +161,7 @@ def own_folder(root: Path) -> OwnedFolder:
     """A folder for this process's socket files, which only its user can enter. Clears away those of this user's dead
     processes. Raises OSError. The user is in the name because users may share `root`, and the lock of such folders in
     it is the user's own."""
-    return OwnedFolder(root, f"kedge-sockets-{os.geteuid()}-", SUFFIX)
+    return OwnedFolder(root, f"kedge-ipc-{os.geteuid()}-", SUFFIX)
 
 
 class KnownKeys:

@@ -77,4 +77,4 @@ async def test_socket_files_of_a_killed_process_are_removed_those_of_a_living_on
     await first.close()
     await second.close()
     assert folders(root) == set()
-    assert [path.name for path in root.iterdir()] == [f"kedge-sockets-{os.geteuid()}-lock"]
+    assert [path.name for path in root.iterdir()] == [f"kedge-ipc-{os.geteuid()}-lock"]
