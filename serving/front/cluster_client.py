@@ -28,7 +28,7 @@ from serving.front.conversations import Conversations
 from serving.front.ownership_cache import Owner
 from serving.front.refusals import LOG_AWAY
 from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
-from serving.front.replica_gone import Loss, ReplicaGone
+from serving.front.replica_gone import Loss, ReplicaGone, ReplicaLate
 from serving.front.shared_answer import SharedAnswer
 from serving.front.siblings import Siblings
 from serving.front.turn_dispatch import RETRY_PAUSE_S, TurnDispatcher
@@ -298,9 +298,9 @@ class ClusterClient:
         return await self._health.get()
 
     async def _ask_any(self, call: Tokenize | Detokenize) -> Any:
-        """The answer of any replica. If the replica is gone, another one is asked."""
+        """The answer of any replica. If the replica does not answer, another one is asked."""
         for _ in range(REPLICAS_ASKED):
-            with suppress(ReplicaGone):
+            with suppress(ReplicaGone, ReplicaLate):
                 return await self._replicas.call(ANY_REPLICA, call)
         raise ServiceError(unavailable("no replica answers"))
 
@@ -329,7 +329,7 @@ class ClusterClient:
         while True:
             try:
                 answer: dict[str, Any] = await self._replicas.call(replica_id, Audit())
-            except ReplicaGone:
+            except (ReplicaGone, ReplicaLate):
                 if loop.time() + RETRY_PAUSE_S > deadline_s:
                     return None
                 await asyncio.sleep(RETRY_PAUSE_S)
@@ -374,12 +374,13 @@ class ClusterClient:
 
     async def _close_at(self, owner: Owner, key: str) -> bool:
         """False if the replica does not have the session at that epoch, or no longer owns it. Raises StoreError if the
-        session log could not be written: then ask again, since only the owner knows whether a turn is in flight."""
+        session log could not be written, or the replica is late: then ask again, since only the owner knows whether a
+        turn is in flight."""
         self._dispatcher.forget(key)
         try:
             return bool(await self._replicas.call(owner.replica_id, CloseSession(key, owner.epoch)))
         except ServiceError as error:
-            if error.info.code in LOG_AWAY:
+            if error.info.code in LOG_AWAY or isinstance(error, ReplicaLate):
                 raise StoreError(error.info.message) from error
             if error.info.code != STALE_EPOCH:
                 raise

@@ -34,7 +34,7 @@ from serving.front.operator_port import OperatorPort
 from serving.front.ownership_cache import OwnershipCache
 from serving.front.recorder import Recorder
 from serving.front.replica_calls import ANY_REPLICA, HasDied, OpenConnection, ReplicaCalls
-from serving.front.replica_gone import ReplicaGone
+from serving.front.replica_gone import ReplicaGone, ReplicaLate
 from serving.front.replica_link import LinkTimes
 from serving.front.siblings import Siblings
 from serving.front.turn_dispatch import TurnDispatcher
@@ -60,7 +60,8 @@ logger = logging.getLogger(__name__)
 REOPEN_SHARE = 0.1
 """The share of `failover_timeout_s` for which a broken connection may be reopened before its replica counts as lost."""
 
-CALL_TIMEOUT_S = 15.0
+CALL_TIMEOUT_S = CONTROLLER_TIMEOUT_S + 3.0
+"""A replica that waits for the controller has the time to say that it does not answer."""
 START_TIMEOUT_S = 900.0
 EXPIRE_INTERVAL_S = 15.0
 CACHED_OWNERS = 100_000
@@ -299,7 +300,7 @@ async def _model_info(calls: ReplicaCalls, settings: ModelArgs) -> ModelInfo:
         while True:
             try:
                 answer = await calls.call(ANY_REPLICA, GetModelInfo())
-            except ReplicaGone:
+            except (ReplicaGone, ReplicaLate):
                 if not waits:
                     logger.info("waiting for a replica")
                 waits = True

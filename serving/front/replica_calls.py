@@ -1,7 +1,7 @@
 """Calls from a front end to replicas: turns, pinned calls, broadcasts. Every wait is bounded.
 
-If a replica cannot be reached, before or during a call, `ReplicaGone` is raised. It does not say whether anything was
-delivered: that is for the caller to find out.
+If a replica cannot be reached, before or during a call, `ReplicaGone` is raised. `ReplicaLate` is raised if it can be
+reached, and does not answer in time. Neither says whether anything was done: that is for the caller to find out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from controllers.records import ReplicaAddress
 from serving.background import BackgroundTasks
 from serving.front.conversations import Affinity
 from serving.front.membership import Membership
-from serving.front.replica_gone import Loss, ReplicaGone
+from serving.front.replica_gone import Loss, ReplicaGone, ReplicaLate
 from serving.front.replica_link import LinkTimes, ReplicaLink
 from serving.watch.registry import Figure
 from serving.wire.calls import Answer, AnyCall, Describe, UnreadableMessage, call_of, result_of
@@ -85,8 +85,10 @@ class ReplicaCalls:
                 link.end(number, answered=events.ended)
 
     async def call(self, replica_id: str, call: AnyCall, timeout_s: float | None = None) -> Any:
-        """One pinned call. Raises ServiceError if the replica answers with an error, and ReplicaGone if it does not
-        answer within `timeout_s` (None: the timeout of all calls)."""
+        """One pinned call. Raises ServiceError if the replica answers with an error. If it does not answer within
+        `timeout_s` (None: the timeout of all calls), raises ReplicaLate, or ReplicaGone if nothing else is heard of it.
+        """
+        link: ReplicaLink | None = None
         arrived: asyncio.Future[Answer | TurnEvent | ReplicaGone] = asyncio.get_running_loop().create_future()
 
         def deliver(item: Answer | TurnEvent | ReplicaGone) -> None:
@@ -102,7 +104,10 @@ class ReplicaCalls:
                 finally:
                     link.end(number, answered=arrived.done() and not arrived.cancelled())
         except TimeoutError as error:
-            raise ReplicaGone(replica_id) from error
+            if link is None or link.quiet:
+                raise ReplicaGone(replica_id) from error
+            logger.warning("replica %s has not answered %s in time", link.replica_id, type(call).__name__)
+            raise ReplicaLate from error
         if isinstance(answer, ReplicaGone):
             raise answer
         assert isinstance(answer, Answer)
@@ -140,7 +145,7 @@ class ReplicaCalls:
         calls = [asyncio.create_task(self.call(name, Describe(), timeout_s)) for name in names]
         try:
             for answer in asyncio.as_completed(calls):
-                with suppress(ReplicaGone):
+                with suppress(ReplicaGone, ReplicaLate):
                     await answer
                     return True
             return False

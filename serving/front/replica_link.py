@@ -39,13 +39,16 @@ of hundreds of turns."""
 
 @dataclass(frozen=True, slots=True)
 class LinkTimes:
-    """Times of a link, in seconds. A link sends a sign of life every `sign_of_life_s`. If it has received nothing for
+    """Times of a link, in seconds. Each end gives a sign of life every `sign_of_life_s`. If it has received nothing for
     `silence_s`, it is reopened. After a break it is lost unless something arrives within `reopen_s`."""
 
     sign_of_life_s: float = 2.0
     silence_s: float = 20.0
     reopen_s: float = 3.0
 
+
+SIGNS_MISSED = 4
+"""A replica may be gone once so many of its signs of life are missing."""
 
 OpenConnection = Callable[[ConnectionEvents], Connection]
 
@@ -88,6 +91,12 @@ class ReplicaLink:
     @property
     def broken(self) -> bool:
         return self._broken_s is not None
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the replica may be gone: the connection is not open, or signs of life are missing."""
+        heard_ago_s = self._loop.time() - self._heard_s
+        return self.broken or heard_ago_s > SIGNS_MISSED * self._times.sign_of_life_s
 
     @property
     def calls(self) -> int:

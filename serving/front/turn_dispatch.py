@@ -35,7 +35,7 @@ from serving.front.refusals import (
     is_retried,
 )
 from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
-from serving.front.replica_gone import Loss, ReplicaGone
+from serving.front.replica_gone import Loss, ReplicaGone, ReplicaLate
 from serving.logs.call_facts import CALL_FACTS, CallFacts
 from serving.trace.turn_traces import UNTRACED, FrontTraces
 from serving.watch.metrics import IngressMetrics
@@ -168,6 +168,9 @@ class TurnDispatcher:
                 refusal = GONE
                 await self._report(gone)
                 failed = True
+            except ReplicaLate as late:  # it still owns the session, and may still do what it was asked
+                await self._pause(deadline_s, late.info)
+                continue
             except ServiceError as error:
                 refusal = error.info
             if refusal.code in LOG_AWAY:

@@ -32,7 +32,13 @@ class LinkRig:
     process. A front end on another node uses TCP."""
 
     def __init__(
-        self, serve: Serve, *, node: str = NODE, secret: bytes = SECRET, times: LinkTimes = TIMES
+        self,
+        serve: Serve,
+        *,
+        node: str = NODE,
+        secret: bytes = SECRET,
+        times: LinkTimes = TIMES,
+        call_timeout_s: float = 20.0,
     ) -> None:
         self.tasks = BackgroundTasks()
         self.died = False
@@ -56,7 +62,7 @@ class LinkRig:
             self.tasks,
             Random(1),
             times=times,
-            call_timeout_s=20.0,
+            call_timeout_s=call_timeout_s,
             on_broken=self._broke,
             on_gone=self.gone.append,
         )

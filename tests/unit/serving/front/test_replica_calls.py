@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from engine.api import SamplingParams
 from serving.front.replica_calls import ANY_REPLICA
-from serving.front.replica_gone import Loss, ReplicaGone
+from serving.front.replica_gone import Loss, ReplicaGone, ReplicaLate
 from serving.front.replica_link import CALLS_AT_ONCE, LinkTimes
 from serving.replica import link_server
 from serving.replica.link_server import Emit
@@ -165,12 +165,27 @@ async def test_leaving_cancels_the_turn_there(answers: Answers) -> None:
 
 
 async def test_a_call_that_takes_too_long_is_given_up_there(answers: Answers) -> None:
-    async with running_link(answers.serve) as rig:
-        with pytest.raises(ReplicaGone) as caught:
+    """It used to look as if the replica were gone."""
+    async with running_link(answers.serve, times=LinkTimes()) as rig:
+        assert await rig.calls.call("r", Abort(None, "")) == 7
+        with pytest.raises(ReplicaLate) as caught:
             await rig.calls.call("r", Audit(), 0.05)
-        assert caught.value.loss is Loss.UNREACHABLE
+        assert (caught.value.info.status, caught.value.info.code) == (503, "replica_unavailable")
+        assert not await rig.calls.any_answers(0.05)
         assert await rig.calls.call("r", Abort(None, "")) == 7
         await until(lambda: rig.server.calls == 0)
+
+
+async def test_a_call_without_an_answer_finds_a_silent_replica_gone(answers: Answers) -> None:
+    """It finds out before the link does, which waits for longer."""
+    times = LinkTimes(sign_of_life_s=0.01, silence_s=3600.0, reopen_s=3600.0)
+    async with running_link(answers.serve, times=times) as rig:
+        assert await rig.calls.call("r", Abort(None, "")) == 7
+        for reader in rig.sockets._readers:
+            reader.cancel()
+        with pytest.raises(ReplicaGone) as caught:
+            await rig.calls.call("r", Audit(), 0.5)
+        assert caught.value.loss is Loss.UNREACHABLE
 
 
 async def rest_of(events: AsyncIterator[TurnEvent]) -> list[TurnEvent]:
