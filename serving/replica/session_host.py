@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from enum import Enum, auto
 from functools import partial
 from typing import Any, TypeVar
 
@@ -45,6 +46,15 @@ IN_USE_S = 1.0
 ENDS_AT_ONCE = 64  # idle sessions: each waits for a step of the engine and for the controller
 
 T = TypeVar("T")
+
+
+class Offered(Enum):
+    """What came of a session that was offered to other replicas. NO_ANSWER: it is not known; the session may have
+    moved, and its epoch then refuses the next turn."""
+
+    MOVED = auto()
+    NO_TAKER = auto()
+    NO_ANSWER = auto()
 
 
 class SessionHost:
@@ -87,6 +97,8 @@ class SessionHost:
         self._left = False
         self._stuck = False
         """Whether no replica took the last session that was to be handed over."""
+        self._unanswered: set[str] = set()
+        """Sessions that are to be handed over and whose last offer was not answered: they are offered last."""
         self.address: ReplicaAddress | None = None
         """Where front ends reach this replica. Set once it listens."""
 
@@ -140,28 +152,27 @@ class SessionHost:
         replica took the session. The caller must then end the turn with `let_go`."""
         if self._draining and not self._pace.may_go(self._sessions.committed_len(session_id)):
             return
-        if self._draining or self._crowded[self._controller.shard_of(session_id)]:
-            await self._offer(session_id, epoch)
+        offers = self._draining or self._crowded[self._controller.shard_of(session_id)]
+        if offers and await self._offer(session_id, epoch) is Offered.MOVED:
+            raise SessionMoved(f"{named(session_id)} has moved to another replica")
 
-    async def _offer(self, session_id: str, epoch: int) -> None:
-        """Raises SessionMoved if another replica now owns the session."""
+    async def _offer(self, session_id: str, epoch: int) -> Offered:
         try:
             async with asyncio.timeout(OFFER_TIMEOUT_S):
                 moved = await self._controller.offer_session(session_id, epoch, self._replica_id)
         except StaleEpoch:  # an earlier try of this call moved it
             moved = True
         except (ControllerError, TimeoutError) as error:
-            # If it was moved after all, the epoch refuses the turn, which then continues at the new owner.
             logger.warning("session %s: not offered to others: %r", session_id, error)
             # until the controller says so again, so that no other turn waits in vain
             self._crowded[self._controller.shard_of(session_id)] = False
-            moved = False
-        if moved:
-            audit_event(
-                "session_moved", session_id=id_in(session_id), tenant=tenant_in(session_id), epoch=epoch
-            )
-            raise SessionMoved(f"{named(session_id)} has moved to another replica")
-        self._pace.stayed()
+            self._pace.stayed()
+            return Offered.NO_ANSWER
+        if not moved:
+            self._pace.stayed()
+            return Offered.NO_TAKER
+        audit_event("session_moved", session_id=id_in(session_id), tenant=tenant_in(session_id), epoch=epoch)
+        return Offered.MOVED
 
     async def handed_over(self, session_id: str, handing_over: asyncio.Task[T]) -> T:
         """Returns the outcome of `handing_over`. New turns of the session wait until it is done. It continues if the
@@ -259,17 +270,27 @@ class SessionHost:
 
     async def hand_over(self) -> None:
         """On a draining replica, hands over the sessions without a turn, one after another. Sessions in use go last, at
-        the pace. A turn for a session that is being handed over waits, and then finds it moved."""
+        the pace. A turn for a session that is being handed over waits, and then finds it moved.
+
+        The sessions of a shard that has not answered stay until the next call, which begins with others. So each call
+        waits for a shard once, and one session that cannot be offered keeps no other."""
         held = self._sessions.snapshot() if self._draining else []
-        for status in sorted(held, key=lambda status: -status.idle_s):
-            if status.in_turn or status.closing or status.session_id in self._handing_over:
+        self._unanswered.intersection_update(status.session_id for status in held)
+        silent: set[int] = set()
+        for status in sorted(held, key=lambda each: (each.session_id in self._unanswered, -each.idle_s)):
+            shard = self._controller.shard_of(status.session_id)
+            if shard in silent or status.in_turn or status.closing or status.session_id in self._handing_over:
                 continue
             if status.idle_s < IN_USE_S and not self._pace.may_go(status.tokens):
                 continue
             handing_over = self._tasks.start(self._hand_over(status.session_id, status.epoch))
-            self._stuck = not await self.handed_over(status.session_id, handing_over)
+            offered = await self.handed_over(status.session_id, handing_over)
+            self._stuck = offered is Offered.NO_TAKER
             if self._stuck:
                 return  # no replica takes the others either
+            if offered is Offered.NO_ANSWER:
+                silent.add(shard)
+                self._unanswered.add(status.session_id)
 
     @property
     def draining(self) -> bool:
@@ -346,20 +367,19 @@ class SessionHost:
                 return
             await asyncio.wait(busy)
 
-    async def _hand_over(self, session_id: str, epoch: int) -> bool:
-        """False if no replica takes the session. A fork of length 0 keeps turns away meanwhile."""
+    async def _hand_over(self, session_id: str, epoch: int) -> Offered | None:
+        """None if the session now has a turn, or has ended. A fork of length 0 keeps turns away meanwhile."""
         try:
             kept_away = self._sessions.begin_fork(session_id, epoch, 0)
-        except ControllerError:  # it now has a turn, or has ended
-            return True
-        try:
-            await self._offer(session_id, epoch)
-        except SessionMoved:
+        except ControllerError:
+            return None
+        offered = await self._offer(session_id, epoch)
+        if offered is Offered.MOVED:
             await self.let_go(kept_away)
-            return True
-        self._sessions.abort_fork(kept_away)
-        await self.turn_ended(session_id)
-        return False
+        else:
+            self._sessions.abort_fork(kept_away)
+            await self.turn_ended(session_id)
+        return offered
 
     def _settle(self, session_id: str, _task: asyncio.Task[Any]) -> None:
         self._handing_over.pop(session_id, None)

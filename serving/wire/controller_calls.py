@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from controllers.cluster_actor import get_or_create_controller
-from controllers.errors import ControllerError, SettingsRefused, StoreError
+from controllers.errors import ControllerError, NoAnswer, SettingsRefused, StoreError
 from controllers.histogram import Measure
 from controllers.joined_answers import (
     cursors_of,
@@ -50,6 +50,8 @@ START_TIMEOUT_S = 900.0
 """How long a process that starts waits for the controller and its log."""
 START_PAUSE_S = 1.0
 NAMESPACE = "kedge"
+DECIDES_S = 1.0
+"""How long a shard may take to decide something for all. Then the next one is asked."""
 STRAGGLER_S = 0.5
 """How long the others of a question to all shards are waited for once the first has answered, if one answer will do."""
 
@@ -88,15 +90,22 @@ class ControllerCalls:
         return any(await self._soon(lambda shard: shard.report_unreachable(replica_id, died)))
 
     async def drain_replica(self, replica_id: str) -> None:
-        """If the first shard refuses, nothing changes. If it does not, the replica drains, and its heartbeats tell the
-        others, whatever these answer now."""
-        first, *others = self.shards
-        await first.drain_replica(replica_id)
-        for answer in await asyncio.gather(
-            *(shard.drain_replica(replica_id) for shard in others), return_exceptions=True
-        ):
-            if answer is not None:
-                logger.warning("replica %s drains; a shard was not told yet: %r", replica_id, answer)
+        """The first shard that answers soon decides; the last one may take its time. If it refuses, nothing changes. If
+        it does not, the replica drains, and its heartbeats tell the others, whatever these answer now."""
+        decided = await self._decided(lambda shard: shard.drain_replica(replica_id))
+        others = [shard for shard in self.shards if shard is not decided]
+        told = {asyncio.create_task(shard.drain_replica(replica_id)) for shard in others}
+        if not told:
+            return
+        try:
+            await asyncio.wait(told, timeout=STRAGGLER_S)
+        finally:
+            for each in told:
+                each.cancel()  # of those that are done this changes nothing
+        for each in told:
+            failure = each.exception() if each.done() else "no answer"
+            if failure is not None:
+                logger.warning("replica %s drains; a shard was not told yet: %s", replica_id, failure)
 
     async def open_session(
         self,
@@ -194,6 +203,17 @@ class ControllerCalls:
 
     def _of(self, key: str) -> ShardCalls:
         return self.shards[self.shard_of(key)]
+
+    async def _decided(self, ask: Callable[[ShardCalls], Coroutine[Any, Any, None]]) -> ShardCalls:
+        """Asks one shard after the other, until one answers; returns that one. Raises its error."""
+        *others, last = self.shards
+        for shard in others:
+            with suppress(NoAnswer, TimeoutError):
+                async with asyncio.timeout(DECIDES_S):
+                    await ask(shard)
+                return shard
+        await ask(last)
+        return last
 
     async def _soon(self, ask: Callable[[ShardCalls], Coroutine[Any, Any, T]]) -> list[T]:
         """All shards are asked. Once one has answered, the others are waited for no longer than STRAGGLER_S. Raises an

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from controllers.errors import NoAnswer, NoReplica, StoreError
+from controllers.errors import NoAnswer, NoReplica, SessionNotFound, StoreError
+from serving.replica import session_host
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.failover_rig import Failover, failovers, running_failover
 from tests.unit.serving.replica_rig import VOCAB_SIZE, call, tokens_of
@@ -107,6 +108,66 @@ async def test_a_log_that_is_away_keeps_them_where_they_are(served: Failover) ->
     assert owner(served) == ("a", 1)
     await served.rigs[0].host.hand_over()
     assert owner(served) == ("b", 2)
+
+
+class Unanswered:
+    """Offers of session "s" are not answered: the controller hangs, or the `failure` is all that is told of them.
+    `offered` are all sessions that were offered."""
+
+    def __init__(self, served: Failover, failure: Exception | None) -> None:
+        self.offered: list[str] = []
+        self.mended = False
+        self._offer = served.controller.offer_session
+        self._failure = failure
+        served.controller.offer_session = self.offer_session
+
+    async def offer_session(self, session_id: str, epoch: int, replica_id: str) -> bool:
+        self.offered.append(session_id)
+        if session_id == "s" and not self.mended:
+            if self._failure is None:
+                await asyncio.Event().wait()
+            else:
+                raise self._failure
+        return bool(await self._offer(session_id, epoch, replica_id))
+
+
+@pytest.fixture
+async def three(served: Failover, monkeypatch: pytest.MonkeyPatch) -> Failover:
+    """Two more sessions at "a", and none of them is in use. "s" has been idle for longest, and so is offered first."""
+    monkeypatch.setattr(session_host, "IN_USE_S", 0.0)
+    monkeypatch.setattr(session_host, "OFFER_TIMEOUT_S", 0.05)
+    for name in ("t", "u"):
+        served.cluster.report_unreachable("b", True)  # until the session is open
+        served.open_session(name)
+        await served.turn(call(FIRST, name))
+    await drain(served)
+    return served
+
+
+@pytest.mark.parametrize("failure", [None, StoreError("away"), SessionNotFound("not in the ledger")])
+async def test_a_session_that_cannot_be_offered_keeps_no_other(
+    three: Failover, failure: Exception | None
+) -> None:
+    """It used to end each round of the hand-over, and the next one began with it again."""
+    unanswered, host = Unanswered(three, failure), three.rigs[0].host
+    for _ in range(2):
+        await host.hand_over()
+    assert [owner(three, name)[0] for name in "stu"] == ["a", "b", "b"]
+    assert unanswered.offered == ["s", "t", "u", "s"]
+    assert host.hands_over, "it may be answered yet"
+    unanswered.mended = True
+    await host.hand_over()
+    assert host.emptied
+
+
+async def test_a_shard_that_hangs_keeps_no_session_of_the_others(three: Failover) -> None:
+    """One round of the hand-over waits for it once."""
+    unanswered, host = Unanswered(three, None), three.rigs[0].host
+    three.controller.shard_of = lambda key: int(key == "s")  # type: ignore[method-assign]
+    host._crowded = [False, False]
+    await host.hand_over()
+    assert [owner(three, name)[0] for name in "stu"] == ["a", "b", "b"]
+    assert unanswered.offered == ["s", "t", "u"]
 
 
 async def test_a_full_session_is_handed_over_too(served: Failover) -> None:

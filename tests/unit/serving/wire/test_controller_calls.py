@@ -229,3 +229,30 @@ async def test_a_drain_that_has_begun_is_not_reported_as_refused(shards: Shards)
     with pytest.raises(NoReplica):
         await shards.calls.drain_replica("b")
     assert shards.each[2].cluster.watch.view(None, 0).states["b"] == "up"
+
+
+@pytest.mark.parametrize("hangs", range(SHARDS))
+async def test_a_shard_that_hangs_does_not_hold_up_a_drain(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch, hangs: int
+) -> None:
+    """A replica that is to go has 18 s. It used to wait 15 of them for a shard before it handed over any session."""
+    for name in ("DECIDES_S", "STRAGGLER_S"):
+        monkeypatch.setattr(controller_calls, name, 0.01)
+    shards.each[hangs].gate.clear()
+    async with asyncio.timeout(10.0):
+        await shards.calls.drain_replica("a")
+    states = [controller.cluster.watch.view(None, 0).states["a"] for controller in shards.each]
+    assert states == ["up" if shard == hangs else "draining" for shard in range(SHARDS)]
+    await asyncio.sleep(0)  # the cancelled calls end
+    assert shards.each[hangs].waiting == 0
+
+
+async def test_a_drain_that_the_shard_which_answers_refuses_is_refused(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_calls, "DECIDES_S", 0.01)
+    shards.each[0].failures["drain_replica"] = [NoAnswer("no answer")]
+    shards.each[1].failures["drain_replica"] = [NoReplica("there is no other")]
+    with pytest.raises(NoReplica):
+        await shards.calls.drain_replica("a")
+    assert [each.cluster.watch.view(None, 0).states["a"] for each in shards.each] == ["up"] * SHARDS
