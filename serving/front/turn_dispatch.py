@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from controllers.errors import ControllerError, ModelChanged, NoReplica, StoreError
+from controllers.kept_answers import CALL_KEY
 from controllers.records import COUNTED_KEY, TREE_KEY, Assignment
 from controllers.session_keys import named, tenant_in
 from serving.front.conversations import NOWHERE, Conversations
@@ -472,5 +473,5 @@ def _with_key(call: TurnCall) -> TurnCall:
     session = call.session
     if session is None or session.idempotency_key is not None:
         return call
-    prefix = "call-" if session.retries is None else COUNTED_KEY
+    prefix = CALL_KEY if session.retries is None else COUNTED_KEY
     return replace(call, session=replace(session, idempotency_key=f"{prefix}{uuid.uuid4().hex}"))
