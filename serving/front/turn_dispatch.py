@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from controllers.errors import ControllerError, ModelChanged, NoReplica, StoreError
 from controllers.kept_answers import CALL_KEY
 from controllers.records import COUNTED_KEY, TREE_KEY, Assignment
-from controllers.session_keys import named, tenant_in
+from controllers.session_keys import named, new_session_id, tenant_in
 from serving.front.conversations import NOWHERE, Conversations
 from serving.front.dispatched_turn import ABORT_TIMEOUT_S, DispatchedTurn, TurnAborted
 from serving.front.ownership_cache import Owner, OwnershipCache
@@ -138,8 +138,11 @@ class TurnDispatcher:
         *,
         tree: bool = False,
     ) -> str:
-        """Registers and places a session; returns its key. `tree`: it is a tree of requests and takes no turns. Waits
-        while there is no replica or the session log does not answer. Raises ServiceError."""
+        """Registers and places a session; returns its key. Without a `session_id` it gets a new one. `tree`: it is a
+        tree of requests and takes no turns. Waits while there is no replica or the session log does not answer. Raises
+        ServiceError."""
+        if session_id is None:  # chosen once: a try whose answer was lost may have opened it
+            session_id = new_session_id()
         open_key = (TREE_KEY if tree else "") + uuid.uuid4().hex
         deadline_s = _now_s() + self._failover_timeout_s
         while True:

@@ -36,7 +36,7 @@ from controllers.records import (
     TurnNote,
     TurnRecord,
 )
-from controllers.session_keys import new_session_id, session_key, tenant_in
+from controllers.session_keys import session_key, tenant_in
 from controllers.settings import Deployment
 from controllers.shards import deployment_of_shard, shard_name, shard_of
 from serving.settings.strict_settings import SettingsError
@@ -109,13 +109,13 @@ class ControllerCalls:
 
     async def open_session(
         self,
-        session_id: str | None = None,
+        session_id: str,
         tenant: str = "",
         timeout_s: float | None = None,
         capacity_tokens: int | None = None,
         open_key: str | None = None,
     ) -> Assignment:
-        key = session_key(tenant, session_id or new_session_id())
+        key = session_key(tenant, session_id)
         return await self._of(key).open_session(key, tenant, timeout_s, capacity_tokens, open_key)
 
     async def fork_session(

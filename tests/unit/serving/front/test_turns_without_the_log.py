@@ -61,6 +61,17 @@ async def test_an_open_waits_for_the_log(served: Failover) -> None:
     assert await opening == "s"
 
 
+@pytest.mark.parametrize("tree", [False, True])
+async def test_an_open_without_an_id_opens_one_session_though_its_answer_is_lost(
+    served: Failover, tree: bool
+) -> None:
+    """The next try used to draw another id. The first session stayed, and counted for its tenant."""
+    served.open_session("other")
+    served.controller.lost_replies["open_session"] = [NoAnswer("lost")] * 2
+    key = await served.dispatcher.open_session(None, "acme", None, None, tree=tree)
+    assert [entry.session_id for entry in served.cluster.sessions("acme")] == [key]
+
+
 async def test_a_fork_waits_for_the_log(served: Failover) -> None:
     served.open_session("s")
     await served.turn(call(PROMPT, "s"))
