@@ -7,15 +7,15 @@ apart are refused with an error that names both, before anything is misread.
 from __future__ import annotations
 
 from controllers.wire_record import WIRE_VERSION
+from serving.wire.errors import unavailable
 from serving.wire.turns import ErrorInfo
 
 VERSION_MISMATCH = "version_mismatch"
+"""A 503 that ends with the update: all front ends and replicas are then of one version."""
 
-
-UNKNOWN_CALL = ErrorInfo(
-    503,
-    VERSION_MISMATCH,
+UNKNOWN_CALL = unavailable(
     "This replica is of another version than the front end, and does not know this call. Deploy both anew.",
+    VERSION_MISMATCH,
 )
 
 
@@ -23,9 +23,8 @@ def mismatch(theirs: int, whose: str) -> ErrorInfo | None:
     """The error for a caller of version `theirs`; None if this version works with it."""
     if abs(theirs - WIRE_VERSION) <= 1:
         return None
-    return ErrorInfo(
-        503,
-        VERSION_MISMATCH,
+    return unavailable(
         f"The {whose} speaks version {theirs} of Kedge's wire, and this replica version {WIRE_VERSION}: only versions "
         "beside each other work together. Deploy the versions in between one after the other.",
+        VERSION_MISMATCH,
     )

@@ -39,8 +39,9 @@ from controllers.settings import (
 from controllers.tokens import encode_tokens
 from controllers.wire_record import ABSENT, WIRE_VERSION, wire_record
 from engine.api import SamplingParams
+from serving.front.api.errors import retry_headers
 from serving.wire.turns import TokenPrompt, TurnCall
-from serving.wire.versions import mismatch
+from serving.wire.versions import UNKNOWN_CALL, mismatch
 
 RECORDINGS = Path(__file__).parent / "recorded"
 RECORDED = json.loads((RECORDINGS / "wire_version_1.json").read_text())
@@ -185,6 +186,13 @@ def test_versions_further_apart_are_refused_by_name(theirs: int) -> None:
     assert refusal is not None
     assert (refusal.status, refusal.code) == (503, "version_mismatch")
     assert f"front end speaks version {theirs}" in refusal.message
+
+
+def test_an_error_that_ends_with_the_update_says_when_to_try_again() -> None:
+    """Clients got a 503 without `retry-after`."""
+    for refusal in (mismatch(WIRE_VERSION + 2, "front end"), UNKNOWN_CALL):
+        assert refusal is not None
+        assert retry_headers(refusal) == {"retry-after": "1"}
 
 
 def test_calls_tell_their_version() -> None:
