@@ -14,7 +14,7 @@ from serving.front import turn_dispatch
 from serving.front.cluster_client import ClusterClient
 from serving.front.conversations import Conversations
 from serving.front.ownership_cache import Owner, OwnershipCache
-from serving.front.replica_gone import ReplicaGone
+from serving.front.replica_gone import ReplicaGone, ReplicaLate
 from serving.front.turn_dispatch import TurnDispatcher
 from serving.watch.metrics import IngressMetrics
 from serving.wire.calls import AnyCall, CloseSession
@@ -25,17 +25,21 @@ from tests.unit.serving.replica_rig import call
 
 
 class ClosingReplicas:
-    """Carries out closes as LLMReplica does. `asked` are the replicas that were asked."""
+    """Carries out closes as LLMReplica does. `asked` are the replicas that were asked. The first `late` calls are not
+    carried out in time."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self.asked: list[str] = []
+        self.late = 0
 
     async def call(self, replica_id: str, call: AnyCall) -> bool:
         assert isinstance(call, CloseSession)
         self.asked.append(replica_id)
         if replica_id in self._replicas.dead:
             raise ReplicaGone(replica_id)
+        if len(self.asked) <= self.late:
+            raise ReplicaLate
         try:
             return await self._replicas.rigs[replica_id].host.close(call.session_id, call.epoch)
         except ControllerError as error:
@@ -160,6 +164,23 @@ async def test_a_session_without_an_owner_is_closed_in_the_log(served: Failover)
         served.cluster.report_unreachable(name, True)
     client = OtherIngress(served).client
     assert await client.close_session("s", tenant="")
+    assert served.cluster.sessions() == []
+
+
+async def test_a_close_asks_an_owner_that_was_late_again(
+    served: Failover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the owner knows whether a turn is in flight. The session used to be closed without it."""
+    monkeypatch.setattr(turn_dispatch, "LOG_PAUSE_S", 0.005)
+    a, other = served.rigs[0], OtherIngress(served)
+    other.replicas.late = 2
+    a.runner.hold()
+    turn = asyncio.create_task(a.run(call([5], "s"), 1))
+    await a.begun()
+    assert await other.client.close_session("s", tenant="")
+    assert other.replicas.asked == ["a"] * 3
+    a.runner.go_on()
+    assert (await turn)[-1].finish is not None
     assert served.cluster.sessions() == []
 
 
