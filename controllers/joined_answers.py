@@ -1,7 +1,8 @@
 """Answers of several shards (controllers/shards.py) as one. The answers are in the order of the shards.
 
 What is about sessions is added up, since each session is one shard's. What is about replicas is not: each shard tells
-it of the same replicas.
+it of the same replicas. Measures stay apart, each with its shard as a label: a shard that starts again counts from
+zero, and a sum would seem to have fallen.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from itertools import chain, islice
 from controllers.histogram import Measure
 from controllers.records import ClusterEvent, ClusterView, LedgerEntry, ReplicaStatus
 
-_ABOUT_REPLICAS = ("replicas_", "controller_replicas_", "controller_heartbeat_age_", "controller_drain_")
+_ABOUT_REPLICAS = "replicas_"
 """What the names of figures about replicas begin with. Of these the largest is told."""
 _BETWEEN = " "
 
@@ -47,19 +48,12 @@ def joined_stats(figures: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def joined_measures(measures: Sequence[Sequence[Measure]]) -> list[Measure]:
-    joined: dict[tuple[str, tuple[tuple[str, str], ...]], Measure] = {}
-    for measure in chain.from_iterable(measures):
-        place = (measure.name, measure.labels)
-        other = joined.get(place)
-        joined[place] = measure if other is None else _joined(other, measure)
-    return list(joined.values())
-
-
-def _joined(one: Measure, other: Measure) -> Measure:
-    if one.name.startswith(_ABOUT_REPLICAS):
-        return max(one, other, key=lambda each: (sum(each.counts), each.value))
-    counts = tuple(map(sum, zip(one.counts, other.counts, strict=True)))
-    return replace(one, value=one.value + other.value, counts=counts)
+    """All measures, with the label `shard` before their own: the number of the shard that tells them."""
+    return [
+        replace(measure, labels=(("shard", str(shard)), *measure.labels))
+        for shard, told in enumerate(measures)
+        for measure in told
+    ]
 
 
 def cursors_of(cursor: str | None, num_shards: int) -> Sequence[str | None]:

@@ -31,6 +31,7 @@ LABELS = MappingProxyType(
         "model": "the name by which clients ask for the model",
         "replica": "the replica that counts, or on which the controller reports",
         "ingress": "the front end that counts",
+        "shard": "which of the controllers counts, from `0`; only `0` unless there are more (`controller.shards`)",
         "pool": "`full`, and `window` if the model has sliding-window layers",
         "account": "`free`, `cached`, `protected`, `session`, `in_flight`, `leaked`",
         "tier": "`device`, `host`, `disk`; of demotions also `log`: the KV was dropped and has to be computed again",

@@ -13,8 +13,9 @@ class Kind(StrEnum):
 
 
 class Source(StrEnum):
-    """Who counts a metric. Replicas and front ends put their name into a label of that name. PAGE is the front end that
-    gathers the page; its figures are about the whole page and are the same on every front end."""
+    """Who counts a metric. Replicas and front ends put their name into a label of that name, and of the controller each
+    shard its number into the label `shard`. PAGE is the front end that gathers the page; its figures are about the
+    whole page and are the same on every front end."""
 
     REPLICA = "replica"
     INGRESS = "ingress"
@@ -56,5 +57,10 @@ def histogram(
 
 
 def _of(source: Source, labels: tuple[str, ...]) -> tuple[str, ...]:
-    own = (source.value,) if source in (Source.REPLICA, Source.INGRESS) else ()
-    return (*own, *labels)
+    match source:
+        case Source.REPLICA | Source.INGRESS:
+            return (source.value, *labels)
+        case Source.CONTROLLER:
+            return ("shard", *labels)
+        case Source.PAGE:
+            return labels

@@ -98,7 +98,8 @@ def test_figures_are_those_of_all_shards(cluster: ServedCluster, sessions: list[
         return cluster.metric("kedge_controller_sessions_idle") == len(sessions)
 
     eventually(counted)
-    assert cluster.metric("kedge_controller_replicas_live") == 2
+    for shard in range(SHARDS):
+        assert cluster.metric("kedge_controller_replicas_live", shard=str(shard)) == 2
     with cluster.client() as client:
         audit = client.get("/v1/kedge/audit").json()
     assert audit["clean"] is True

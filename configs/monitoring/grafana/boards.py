@@ -246,9 +246,9 @@ SESSIONS = Board(
                     "Sessions without an owner get one with their next turn.",
                     PLAIN,
                     (
-                        Query("max by (cluster, model) (kedge_controller_sessions_idle{@c})", "idle"),
-                        Query("max by (cluster, model) (kedge_controller_sessions_in_turn{@c})", "in a turn"),
-                        Query("max by (cluster, model) (kedge_controller_sessions_unowned{@c})", "unowned"),
+                        Query("sum by (cluster, model) (kedge_controller_sessions_idle{@c})", "idle"),
+                        Query("sum by (cluster, model) (kedge_controller_sessions_in_turn{@c})", "in a turn"),
+                        Query("sum by (cluster, model) (kedge_controller_sessions_unowned{@c})", "unowned"),
                     ),
                     stacked=True,
                 ),

@@ -19,6 +19,9 @@ from panels import (
     rate,
 )
 
+LOST_BY_SHARD = rate("kedge_controller_replicas_lost_total", "@c", "shard")
+"""Each shard of the controller counts the same losses."""
+
 FAILURES = Board(
     "kedge-failures",
     "Kedge / Failures",
@@ -81,7 +84,7 @@ FAILURES = Board(
                     "Events per second.",
                     "ops",
                     (
-                        Query(rate("kedge_controller_replicas_lost_total", "@c"), "lost replicas"),
+                        Query(f"max by (cluster, model) ({LOST_BY_SHARD})", "lost replicas"),
                         Query(rate("kedge_failovers_total", "@c", "cause"), "failovers: {{cause}}"),
                         Query(rate("kedge_takeovers_total", "@c"), "takeovers"),
                         Query(rate("kedge_connection_breaks_total", "@c"), "broken connections"),

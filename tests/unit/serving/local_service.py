@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from controllers.cluster import Cluster
 from controllers.errors import SessionNotFound
+from controllers.joined_answers import joined_measures
 from controllers.kept_answers import CALL_KEY
 from controllers.records import TREE_KEY, ForkOrder, LedgerEntry
 from controllers.session_keys import id_in, session_key, tenant_in
@@ -230,7 +231,8 @@ class LocalService:
         await self.rig.host.heartbeat()
         await self.rig.kv_watch.look()
         page = [self.rig.metrics.render()]
-        return cluster_page(self.metrics, page, (), self.cluster.measures(), present=1, expected=1)
+        measures = joined_measures([self.cluster.measures()])
+        return cluster_page(self.metrics, page, (), measures, present=1, expected=1)
 
     async def healthy(self) -> bool:
         return self.rig.engine.alive

@@ -17,7 +17,7 @@ def test_merged_page_has_every_family_once_and_every_sample() -> None:
     ingress = IngressMetrics("front")
     ingress.failed_over(FailoverCause.LOST)
     parts = [ReplicaMetrics(name, stats).render() for name in ("a", "b")]
-    parts.append(ingress.render_others([Figure("kedge_controller_sessions_idle", 3.0)]))
+    parts.append(ingress.render_others([Figure("kedge_controller_sessions_idle", 3.0, ("0",))]))
     parts.append(ingress.render())
     page = merge_expositions(parts)
     types = [line for line in page.splitlines() if line.startswith("# TYPE")]
@@ -28,7 +28,7 @@ def test_merged_page_has_every_family_once_and_every_sample() -> None:
     merged = samples(page)
     assert merged == apart
     assert merged["kedge_failovers_total", (("cause", "lost"), ("ingress", "front"))] == 1
-    assert merged["kedge_controller_sessions_idle", ()] == 3
+    assert merged["kedge_controller_sessions_idle", (("shard", "0"),)] == 3
 
 
 def test_odd_values_of_labels_stay_whole() -> None:
@@ -71,9 +71,9 @@ def test_histograms_of_the_controller() -> None:
     took_s = Histogram(DEFINITIONS[f"kedge_{name}"].buckets)
     for value in (0.0005, 0.004, 99.0):
         took_s.observe(value)
-    figures = list(controller_figures([took_s.measure(name, ("operation", "commit"))]))
+    figures = list(controller_figures([took_s.measure(name, ("shard", "0"), ("operation", "commit"))]))
     found = samples(IngressMetrics("f").render_others(figures))
-    operation = (("operation", "commit"),)
+    operation = (("operation", "commit"), ("shard", "0"))
     assert found[f"kedge_{name}_count", operation] == 3
     assert found[f"kedge_{name}_sum", operation] == 99.0045
     buckets = {
@@ -85,8 +85,8 @@ def test_histograms_of_the_controller() -> None:
 
 def test_what_a_later_controller_tells_is_left_out() -> None:
     later = [
-        Measure("controller_of_tomorrow", 1.0),
-        Measure("controller_sessions_idle", 1.0, (("shard", "1"),)),
-        Measure("controller_commit_group_turns", 1.0, (), (1, 2)),
+        Measure("controller_of_tomorrow", 1.0, (("shard", "0"),)),
+        Measure("controller_sessions_idle", 1.0, (("shard", "0"), ("tenant", "t"))),
+        Measure("controller_commit_group_turns", 1.0, (("shard", "0"),), (1, 2)),
     ]
     assert list(controller_figures(later)) == []

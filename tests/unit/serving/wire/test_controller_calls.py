@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 
+from controllers.cluster import Cluster
 from controllers.errors import InvalidFork, NoAnswer, NoReplica, SessionExists, SessionNotFound, StaleEpoch
 from controllers.records import (
     Assignment,
@@ -21,6 +23,7 @@ from controllers.records import (
     SessionStatus,
     TurnRecord,
 )
+from controllers.settings import ClusterSettings
 from controllers.tokens import encode_tokens
 from serving.wire import controller_calls
 from serving.wire.controller_calls import ControllerCalls
@@ -61,6 +64,12 @@ async def shards(tmp_path: Path) -> Shards:
     for name in ("a", "b"):
         await calls.register_replica(ReplicaStatus(name, 1000, 1000))
     return Shards(calls, each)
+
+
+async def figures(shards: Shards, name: str) -> list[float]:
+    """The values of all series of a measure, in the order of their labels."""
+    told = [each for each in await shards.calls.measures() if each.name == name]
+    return [each.value for each in sorted(told, key=lambda each: each.labels)]
 
 
 async def test_each_session_is_at_the_shard_of_its_key(shards: Shards) -> None:
@@ -146,9 +155,8 @@ async def test_replicas_are_told_to_all_shards_and_counted_once(shards: Shards) 
     assert sum(status.sessions for status in statuses) == 12
     stats = await shards.calls.stats()
     assert (stats["replicas_live"], stats["sessions_opened_total"]) == (2.0, 12.0)
-    measures = {(each.name, each.labels): each.value for each in await shards.calls.measures()}
-    assert measures["controller_replicas_live", ()] == 2.0
-    assert measures["controller_sessions_opened", ()] == 12.0
+    assert await figures(shards, "controller_replicas_live") == [2.0] * SHARDS
+    assert sum(await figures(shards, "controller_sessions_opened")) == 12.0
     assert max(Counter((each.name, each.labels) for each in await shards.calls.measures()).values()) == 1
     await shards.calls.drain_replica("a")
     assert [status.draining for status in await shards.calls.replicas()] == [True, False]
@@ -156,6 +164,27 @@ async def test_replicas_are_told_to_all_shards_and_counted_once(shards: Shards) 
     assert states == ["draining"] * SHARDS
     assert await shards.calls.report_unreachable("a", True)
     assert [status.replica_id for status in await shards.calls.replicas()] == ["b"]
+
+
+async def test_a_shard_that_starts_again_takes_nothing_from_what_the_others_have_counted(
+    shards: Shards,
+) -> None:
+    """Prometheus takes a counter that falls for one that began again at zero. A sum over the shards fell, and all that
+    the others had ever counted seemed to be new: alerts fired for moves that nobody had made."""
+    names = [f"s{number}" for number in range(12)]
+    for name in names:
+        await shards.calls.open_session(name)
+    await shards.calls.report_unreachable("a", True)
+    for name in names:
+        await shards.calls.resolve(name)
+    counters = ("controller_sessions_opened", "ownership_transfers", "controller_replicas_lost")
+    before = {name: await figures(shards, name) for name in counters}
+    assert all(sum(counted) > 0 for counted in before.values())
+    again = shards.each[1]
+    again.cluster = Cluster(ClusterSettings(), cast(Any, again.log), time.time, time.perf_counter)
+    for name, counted in before.items():
+        seen = zip(counted, await figures(shards, name), strict=True)
+        assert not any(now - was if now >= was else now for was, now in seen), name
 
 
 async def test_who_is_there_is_known_while_a_shard_does_not_answer(shards: Shards) -> None:
