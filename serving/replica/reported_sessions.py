@@ -93,7 +93,8 @@ class ReportedSessions:
 
     async def _look_at_kv(self) -> None:
         """Updates the number of KV tokens per session from the engine, or keeps the last numbers while a step takes
-        long. The engine looks at every session, so the more sessions there are, the less often it is asked."""
+        long. The engine looks at every session, so the more sessions there are, the less often it is asked. It also has
+        the KV of unnamed sessions, of which no shard knows."""
         now_s = asyncio.get_running_loop().time()
         if now_s < self._next_kv_look_s:
             return
@@ -107,7 +108,8 @@ class ReportedSessions:
             self._kv_asked = None
         if done and waiting.exception() is None:
             before, self._kv_tokens = self._kv_tokens, waiting.result()
-            self._note(_differing(before, self._kv_tokens))
+            differing = _differing(before, self._kv_tokens)
+            self._note(name for name in differing if self._sessions.epoch(name) is not None)
             self._next_kv_look_s = now_s + len(self._kv_tokens) / KV_LOOKS_PER_S
 
 

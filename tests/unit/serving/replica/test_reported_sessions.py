@@ -12,6 +12,7 @@ import pytest
 from controllers.records import LedgerEntry, SessionReport
 from serving.replica import reported_sessions
 from serving.wire.controller_calls import ControllerCalls
+from tests.unit.serving.local_service import local_client
 from tests.unit.serving.replica_rig import Rig, call, local_controller, running_rig
 
 WAIT_S = 10.0
@@ -73,6 +74,29 @@ async def test_kv_that_the_engine_drops_is_reported(rig: Rig) -> None:
         while entry(rig, "s").size_bytes:
             await rig.host.heartbeat()
     assert entry(rig, "s").reported_s is not None
+
+
+async def test_conversations_without_a_session_are_nobodys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that came and went was reported as dropped, and kept for as long as a shard did not answer."""
+    async with local_client(tmp_path) as (client, service):
+        rig = service.rig
+        reports = reports_of(rig, monkeypatch)
+        said: list[dict[str, Any]] = []
+        for text in ("hello", "again"):  # only from its second turn on is its KV kept
+            said.append({"role": "user", "content": text})
+            reply = await client.post(
+                "/v1/chat/completions", json={"messages": said, "temperature": 0, "max_tokens": 4}
+            )
+            said.append({"role": "assistant", "content": reply.json()["choices"][0]["message"]["content"]})
+        (name,) = await asyncio.wrap_future(rig.engine.session_kv_tokens())
+        assert name in rig.unnamed
+        await rig.host.heartbeat()
+        rig.unnamed.forget_all()
+        assert not await asyncio.wrap_future(rig.engine.session_kv_tokens())
+        await rig.host.heartbeat()
+        assert [(report.changed, report.dropped) for report in reports] == [((), ())] * 2
 
 
 async def test_the_engine_is_asked_the_less_often_the_more_sessions_it_looks_at(
