@@ -33,6 +33,9 @@ class ReplicaState(Enum):
 
 SUSPECT_BEATS = 2
 """A suspect replica that misses this many heartbeats is gone. After this many heartbeats it is live again."""
+LATE_BEATS = 0.5
+"""The last of them may be this late, as a share of the time between two. A heartbeat begins an interval after the answer
+to the one before, so each comes later than the interval says."""
 
 BY_PREFERENCE = (
     ReplicaState.LIVE,
@@ -64,7 +67,8 @@ class _Replica:
 class ReplicaDirectory:
     """Replicas by id. `clock` returns attended monotonic seconds.
 
-    A replica that is silent for `timeout_s` is gone. A suspect replica is gone after SUSPECT_BEATS × `heartbeat_s`.
+    A replica that is silent for `timeout_s` is gone. A suspect replica is gone once SUSPECT_BEATS of its heartbeats,
+    `heartbeat_s` apart, are missing.
     """
 
     def __init__(self, clock: Callable[[], float], timeout_s: float, heartbeat_s: float) -> None:
@@ -75,7 +79,7 @@ class ReplicaDirectory:
 
     def configure(self, timeout_s: float, heartbeat_s: float) -> None:
         self._timeout_s = timeout_s
-        self._suspect_timeout_s = min(timeout_s, SUSPECT_BEATS * heartbeat_s)
+        self._suspect_timeout_s = min(timeout_s, (SUSPECT_BEATS + LATE_BEATS) * heartbeat_s)
 
     def register(self, status: ReplicaStatus) -> None:
         """Registers a replica, for the first time or again. A draining replica goes on draining."""

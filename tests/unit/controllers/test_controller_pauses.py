@@ -13,6 +13,7 @@ from controllers.attended_clock import TICK_S
 from controllers.cluster_actor import ClusterController
 from controllers.errors import NoAnswer
 from controllers.records import ReplicaStatus
+from controllers.replicas import LATE_BEATS, SUSPECT_BEATS
 from controllers.settings import ClusterSettings, SqliteLogSettings
 
 PAUSE_S = 60.0
@@ -61,7 +62,7 @@ async def test_after_a_restart_replicas_have_two_heartbeats_to_be_heard(
     again = controller_at(tmp_path, clock)
     await again.register_replica(ReplicaStatus("b", 1000, 1000))
     assert [status.replica_id for status in await again.replicas()] == ["b"]
-    for _ in range(int(2 * HEARTBEAT_S / TICK_S)):
+    for _ in range(int((SUSPECT_BEATS + LATE_BEATS) * HEARTBEAT_S / TICK_S)):
         with pytest.raises(NoAnswer):
             await again.replicas(all_heard=True)
         clock.advance(TICK_S)
