@@ -1,7 +1,7 @@
 """ReplicaDirectory: which replicas there are, and in which states. It alone decides that. Pure logic, one owner.
 
-    JOINING → LIVE ⇄ SUSPECT → GONE        a replica that wrongly counted as gone registers again → LIVE
-    any of the three → DRAINING → GONE     for good: neither heartbeats nor a registration bring it back
+    LIVE ⇄ SUSPECT → GONE                  a replica that wrongly counted as gone registers again → LIVE
+    either of the two → DRAINING → GONE    for good: neither heartbeats nor a registration bring it back
 
 Its inputs are each replica's registration, heartbeats and farewell, and the front ends' reports of replicas that they
 cannot reach. Time is the controller's attended time, so neither a step of the wall clock nor a pause of the controller
@@ -21,10 +21,9 @@ from controllers.records import ReplicaStatus
 
 
 class ReplicaState(Enum):
-    """A replica's state. JOINING: it may be there, but has not been heard since the controller started. SUSPECT: a
-    front end cannot reach it, and its heartbeats decide what comes next."""
+    """A replica's state. SUSPECT: a front end cannot reach it, or it has not been heard since the controller started.
+    Its heartbeats decide what comes next."""
 
-    JOINING = "joining"
     LIVE = "live"
     SUSPECT = "suspect"
     DRAINING = "draining"
@@ -34,12 +33,11 @@ class ReplicaState(Enum):
 SUSPECT_BEATS = 2
 """A suspect replica that misses this many heartbeats is gone. After this many heartbeats it is live again."""
 LATE_BEATS = 0.5
-"""The last of them may be this late, as a share of the time between two. A heartbeat begins an interval after the answer
-to the one before, so each comes later than the interval says."""
+"""The last of them may be this late, as a share of the time between two. A heartbeat begins an interval after the
+answer to the one before, so each comes later than the interval says."""
 
 BY_PREFERENCE = (
     ReplicaState.LIVE,
-    ReplicaState.JOINING,
     ReplicaState.SUSPECT,
     ReplicaState.DRAINING,
 )
@@ -49,9 +47,10 @@ serves until another one can."""
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """A replica. `drains`: it drains since `drains_since_s`, by its own decision or an operator's. `beats` counts its
-    heartbeats since a front end last failed to reach it. `suspect_since_s` is when the first of these failures was.
-    `ended`: it is gone for certain. `told_end`: it has said farewell, or was counted as lost."""
+    """A replica. One without a `status` was not heard yet, only reported or made to drain. `drains`: it drains since
+    `drains_since_s`, by its own decision or an operator's. `beats` counts its heartbeats since a front end last failed
+    to reach it. `suspect_since_s` is when the first of these failures was. `ended`: it is gone for certain. `told_end`:
+    it has said farewell, or was counted as lost."""
 
     seen_s: float
     status: ReplicaStatus | None = None
@@ -151,21 +150,19 @@ class ReplicaDirectory:
         return len(lost)
 
     def state(self, replica_id: str) -> ReplicaState:
-        """The replica's state. A replica that was never heard is JOINING for `timeout_s` after the directory's start,
+        """The replica's state. A replica that was never heard is SUSPECT for `timeout_s` after the directory's start,
         so that a restart of the controller does not move every session. After that it is GONE."""
         known = self._replicas.get(replica_id)
         if known is None:
             late = self._clock() - self._started_s > self._timeout_s
-            return ReplicaState.GONE if late else ReplicaState.JOINING
+            return ReplicaState.GONE if late else ReplicaState.SUSPECT
         suspect = known.suspect_since_s is not None
         silence_s = self._clock() - known.seen_s
         if known.ended or silence_s > (self._suspect_timeout_s if suspect else self._timeout_s):
             return ReplicaState.GONE
         if known.drains:
             return ReplicaState.DRAINING
-        if suspect:
-            return ReplicaState.SUSPECT
-        return ReplicaState.LIVE if known.status is not None else ReplicaState.JOINING
+        return ReplicaState.SUSPECT if suspect else ReplicaState.LIVE
 
     def states(self) -> dict[str, ReplicaState]:
         """The states of all known replicas, including those that are gone."""

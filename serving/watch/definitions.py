@@ -328,7 +328,8 @@ LEDGER = (
         CONTROLLER,
         "controller_sessions_unowned",
         "sessions",
-        "Sessions whose replica is gone. They get a new owner with their next turn.",
+        "Sessions whose replica is gone, or was not heard since the controller started. If it is gone, they get a new "
+        "owner with their next turn.",
     ),
     gauge(CONTROLLER, "controller_session_tokens", "tokens", "Committed tokens of all sessions."),
     gauge(
@@ -379,7 +380,6 @@ MEMBERS = (
         gauge(CONTROLLER, f"controller_replicas_{state}", "replicas", text)
         for state, text in (
             ("live", "Replicas in use."),
-            ("joining", "Replicas not heard from since the controller started."),
             ("suspect", "Replicas that a front end could not reach."),
             ("draining", "Replicas that are draining."),
         )

@@ -69,7 +69,7 @@ FAILURES = Board(
                     PLAIN,
                     tuple(
                         Query(f"max by (cluster, model) (kedge_controller_replicas_{state}{{@c}})", state)
-                        for state in ("live", "joining", "suspect", "draining")
+                        for state in ("live", "suspect", "draining")
                     ),
                     stacked=True,
                 ),

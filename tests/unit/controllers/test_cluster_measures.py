@@ -14,6 +14,7 @@ from controllers.errors import StoreError
 from controllers.records import ReplicaStatus, SessionReport, SessionStatus, TurnRecord
 from controllers.settings import ClusterSettings
 from controllers.sqlite_store import SqliteSessionStore
+from serving.watch.definitions import DEFINITIONS
 from tests.unit.controllers.manual_clock import ManualClock
 
 A, B = (ReplicaStatus(name, 1000, 1000) for name in "ab")
@@ -141,6 +142,18 @@ def test_heartbeats_have_an_age(world: World) -> None:
     world.beat(B, SessionReport(1, 0))
     assert world.measure("controller_heartbeat_age_seconds", replica="a").value == pytest.approx(0.1)
     assert world.measure("controller_heartbeat_age_seconds", replica="b").value == 0
+
+
+def test_each_state_that_has_a_metric_may_have_replicas(world: World) -> None:
+    """There was one for replicas not heard yet, of which nothing is known to count: it was 0 whatever happened."""
+    world.cluster.register_replica(replace(A, replica_id="c"))
+    world.cluster.report_unreachable("a", died=False)
+    world.cluster.drain_replica("b")
+    start = "kedge_controller_replicas_"
+    names = {name.removeprefix(start) for name in DEFINITIONS if name.startswith(start)} - {"lost"}
+    assert {name: world.measure(f"controller_replicas_{name}").value for name in names} == dict.fromkeys(
+        names, 1
+    )
 
 
 def test_a_drain_is_timed_once(world: World) -> None:

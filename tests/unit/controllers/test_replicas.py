@@ -13,7 +13,7 @@ from controllers.replicas import SUSPECT_BEATS, ReplicaDirectory, ReplicaState
 
 TIMEOUT_S = 10.0
 BEAT_S = 1.0
-JOINING, LIVE, SUSPECT = ReplicaState.JOINING, ReplicaState.LIVE, ReplicaState.SUSPECT
+LIVE, SUSPECT = ReplicaState.LIVE, ReplicaState.SUSPECT
 DRAINING, GONE = ReplicaState.DRAINING, ReplicaState.GONE
 
 
@@ -152,7 +152,7 @@ def test_one_slow_call_now_and_then_is_no_death(live: ReplicaDirectory, clock: M
 def test_a_replica_never_heard_of_has_time_to_show_up(
     directory: ReplicaDirectory, clock: ManualClock
 ) -> None:
-    assert directory.state("a") is JOINING
+    assert directory.state("a") is SUSPECT
     clock.advance(TIMEOUT_S + 0.1)
     assert directory.state("a") is GONE
     assert not directory.ended("a")
@@ -285,7 +285,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             return
         for name in "abc":
             state = self.directory.state(name)
-            assert not (name in self.leaving and state in (JOINING, LIVE, SUSPECT)), (name, state)
+            assert not (name in self.leaving and state in (LIVE, SUSPECT)), (name, state)
             assert not (name in self.gone and state is not GONE), (name, state)
             heard = name in self.beats and self.clock.now_s - self.beats[name] <= TIMEOUT_S
             assert not (state is GONE and heard and name not in self.accused), (name, "was heard")
