@@ -21,7 +21,8 @@ from serving.replica.engine_factory import EngineFactory, build_local_engine
 from serving.replica.place import place_in_serve as place_of_replica
 from serving.replica.rank_actors import ParallelEngineFactory, placement_options
 from serving.replica.replica import LLMReplica
-from serving.settings.config import AppArgs, ReplicaArgs, parse_args
+from serving.settings.config import AppArgs, parse_args
+from serving.settings.replica_args import ReplicaArgs
 from serving.wire.controller_calls import announce_at_deploy
 
 HEALTH_CHECK_PERIOD_S = 1.0

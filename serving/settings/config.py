@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
 import yaml
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from controllers.redis_url import sentinel_address
 from controllers.settings import (
@@ -29,6 +29,7 @@ from engine.settings import EngineSettings, ExecutionSettings, SchedulerSettings
 from serving.debug.loopback import refuse_faults_in_the_open
 from serving.settings.engine_args import CacheArgs, ExecutionArgs, ModelArgs, SchedulerArgs, SpeculationArgs
 from serving.settings.record_args import LogsArgs, TracingArgs
+from serving.settings.replica_args import ReplicaArgs
 from serving.settings.settings_file import read_file
 from serving.settings.settings_paths import resolve_path, state_path
 from serving.settings.strict_settings import (
@@ -53,63 +54,10 @@ MOST_WAIT_MS = 900
 """Less than the second that the controller waits for any answer of Redis."""
 MOST_SHARDS = 64
 
-MOST_SECONDS_BETWEEN_REPORTS = 10
-"""Ray Serve's default: load is to be averaged over more than one report, as it warns."""
-
+SHORTEST_HEARTBEAT_INTERVAL_S = 0.1
+"""More heartbeats keep the controller, and a replica's event loop, from what they are for."""
 HEARTBEATS_PER_TIMEOUT = 3
 """One that is late, or lost, does not make a replica dead."""
-
-
-class AutoscalingArgs(StrictModel):
-    """The number of replicas follows their load, see serving/replica/autoscaling_policy.py. The targets are what one
-    replica should have: turns that run and wait, and the share of its KV pool that these take and lack. Load is an
-    average over the last `look_back_s`; one above or below the targets must last for the delays."""
-
-    min_replicas: PositiveInt = 1
-    max_replicas: PositiveInt
-    target_turns_in_flight: Annotated[float, Field(gt=0)] = 16.0
-    target_kv_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
-    look_back_s: Annotated[float, Field(gt=MOST_SECONDS_BETWEEN_REPORTS)] = 30.0
-    upscale_delay_s: Annotated[float, Field(ge=0)] = 30.0
-    downscale_delay_s: Annotated[float, Field(ge=0)] = 600.0
-
-    @field_validator("max_replicas")
-    @classmethod
-    def _not_below_the_fewest(cls, max_replicas: int, info: ValidationInfo) -> int:
-        min_replicas = info.data.get("min_replicas")
-        if min_replicas is not None and max_replicas < min_replicas:
-            raise ValueError(f"{max_replicas} is less than min_replicas, {min_replicas}")
-        return max_replicas
-
-
-class ReplicaArgs(StrictModel):
-    """Engine replicas: `count` of them, unless there is `autoscaling`.
-
-    With `execution.tensor_parallel` the CPUs and GPUs are those of each rank.
-    """
-
-    count: PositiveInt = 2
-    autoscaling: AutoscalingArgs | None = None
-    num_cpus: Annotated[float, Field(ge=0)] = 0.5
-    num_gpus: Annotated[float, Field(ge=0)] = 0.0
-    graceful_shutdown_timeout_s: Seconds = 20.0
-    step_timeout_s: Seconds = 300.0
-    max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_number(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "count" in values and values.get("autoscaling") is not None:
-            raise ValueError("count and autoscaling exclude each other: leave one of them out")
-        return values
-
-    @property
-    def surge_percent(self) -> int:
-        """New replicas beside the old ones in a rolling update. Unless it is set, all, but none where that takes GPUs:
-        those that are there are in use."""
-        if self.max_surge_percent is not None:
-            return self.max_surge_percent
-        return 0 if self.num_gpus else 100
 
 
 class IngressArgs(StrictModel):
@@ -127,15 +75,32 @@ class IngressArgs(StrictModel):
     max_background_responses: PositiveInt = 256
     failover_timeout_s: Seconds = 30.0
     keep_alive_s: Seconds = 5.0
-    max_websockets: PositiveInt = 1024
+    max_websockets: Annotated[PositiveInt, Field(validate_default=True)] = 1024
     graceful_shutdown_timeout_s: Seconds = 60.0
     allowed_hosts: tuple[HostName, ...] = Field(default=(), strict=False)
     allowed_origins: tuple[Origin, ...] = Field(default=(), strict=False)
     keys_file: NotEmpty | None = None
     incremental_streaming_output: bool = False
-    operator_host: NotEmpty = "127.0.0.1"
     operator_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    operator_host: NotEmpty = "127.0.0.1"
     max_body_mib: Annotated[float, Field(gt=0, le=1024)] | None = None
+
+    @field_validator("max_websockets")
+    @classmethod
+    def _beside_other_requests(cls, max_websockets: int, info: ValidationInfo) -> int:
+        requests = info.data.get("max_ongoing_requests")
+        if requests is not None and max_websockets >= requests:
+            raise ValueError(
+                f"{max_websockets} is not below max_ongoing_requests, {requests}: each WebSocket is a request in flight"
+            )
+        return max_websockets
+
+    @field_validator("operator_host")
+    @classmethod
+    def _of_the_operators_port(cls, host: str, info: ValidationInfo) -> str:
+        if info.data.get("operator_port", 0) is None:
+            raise ValueError("is where operator_port listens, and there is no operator_port")
+        return host
 
     @property
     def max_body_bytes(self) -> int | None:
@@ -251,7 +216,7 @@ class ControllerArgs(StrictModel):
     redis_wait_replicas: Annotated[int, Field(ge=0)] = 0
     redis_wait_ms: Annotated[int, Field(ge=1, le=MOST_WAIT_MS)] = 300
     encrypted: bool = False
-    heartbeat_interval_s: Seconds = 1.0
+    heartbeat_interval_s: Annotated[float, Field(ge=SHORTEST_HEARTBEAT_INTERVAL_S)] = 1.0
     replica_timeout_s: Annotated[Seconds, Field(validate_default=True)] = 10.0
     commit_patience_s: Seconds = 60.0
     max_sessions: PositiveInt = 100_000
@@ -278,6 +243,13 @@ class ControllerArgs(StrictModel):
         if wait_replicas and info.data.get("redis_url", "") is None:
             raise ValueError("is for a log in Redis, and there is no redis_url")
         return wait_replicas
+
+    @field_validator("redis_wait_ms")
+    @classmethod
+    def _for_replicas(cls, wait_ms: int, info: ValidationInfo) -> int:
+        if info.data.get("redis_wait_replicas") == 0:
+            raise ValueError("is how long redis_wait_replicas may take, and there are none to wait for")
+        return wait_ms
 
     @field_validator("replica_timeout_s")
     @classmethod
@@ -444,7 +416,7 @@ def check_file(path: str) -> list[AppArgs]:
     ingresses = [application.ingress for application in applications]
     own: dict[str, list[Any]] = {
         "controller.name": [name for controller in controllers for name in controller.actor_names()],
-        "controller.state_dir": [controller.state_dir for controller in in_files],
+        "controller.state_dir": [str(state_path(controller.state_dir)) for controller in in_files],
         "ingress.operator_port": [each.operator_port for each in ingresses if each.operator_port is not None],
     }
     for key, values in own.items():

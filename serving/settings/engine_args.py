@@ -168,7 +168,16 @@ class CacheArgs(StrictModel):
     def _needed_by_the_disk(cls, path: str | None, info: ValidationInfo) -> str | None:
         if path is None and info.data.get("disk_mib"):
             raise ValueError("disk_mib needs a disk_path, the folder that KV is kept in")
+        if path is not None and info.data.get("disk_mib") == 0:
+            raise ValueError("is the folder of disk_mib, and disk_mib is 0: give both or neither")
         return path
+
+    @field_validator("disk_encrypted")
+    @classmethod
+    def _of_a_disk(cls, disk_encrypted: bool, info: ValidationInfo) -> bool:
+        if disk_encrypted and info.data.get("disk_mib") == 0:
+            raise ValueError("is for KV on disk, and disk_mib is 0")
+        return disk_encrypted
 
     def settings(self) -> CacheSettings:
         return CacheSettings(
@@ -233,6 +242,8 @@ class SpeculationArgs(StrictModel):
     def _needed_by_draft(cls, model: ModelArgs | None, info: ValidationInfo) -> ModelArgs | None:
         if model is None and info.data.get("method") == "draft":
             raise ValueError("method 'draft' needs a draft_model with a path")
+        if model is not None and info.data.get("method") in ("off", "ngram"):
+            raise ValueError(f"is for method 'draft', not {info.data['method']!r}")
         if model is not None and model.adapters:
             raise ValueError("a draft model has no adapters")
         return model

@@ -6,7 +6,7 @@ import importlib.util
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from serving.settings.strict_settings import NotEmpty, StrictModel
 
@@ -39,6 +39,13 @@ class TracingArgs(StrictModel):
             )
         return endpoint
 
+    @field_validator("record_content")
+    @classmethod
+    def _in_spans(cls, record_content: bool, info: ValidationInfo) -> bool:
+        if record_content and info.data.get("endpoint", "") is None:
+            raise ValueError("is about spans, and without an endpoint none are made")
+        return record_content
+
     @property
     def traces_url(self) -> str:
         """Where spans go: an endpoint without a path is a collector's, which has one for them."""
@@ -55,6 +62,13 @@ class LogsArgs(StrictModel):
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     access: Literal["off", "errors", "all"] = "off"
     content: bool = False
+
+    @field_validator("content")
+    @classmethod
+    def _in_lines_of_requests(cls, content: bool, info: ValidationInfo) -> bool:
+        if content and info.data.get("access") == "off":
+            raise ValueError("is about the lines of access, which is off: set access to 'errors' or 'all'")
+        return content
 
 
 def _is_there(module: str) -> bool:

@@ -238,7 +238,13 @@ def test_it_is_refused_where_others_may_call(tmp_path: Path, options: str, setti
 
 
 def test_an_operators_port_must_be_loopback_too() -> None:
-    args = parse_args({"model": MODEL, "debug": {"faults": True}, "ingress": {"operator_host": "0.0.0.0"}})
+    args = parse_args(
+        {
+            "model": MODEL,
+            "debug": {"faults": True},
+            "ingress": {"operator_port": 8001, "operator_host": "0.0.0.0"},
+        }
+    )
     with pytest.raises(SettingsError, match=r"ingress\.operator_host"):
         args.refuse_faults_in_the_open("127.0.0.1")
     parse_args({"model": MODEL}).refuse_faults_in_the_open("0.0.0.0")

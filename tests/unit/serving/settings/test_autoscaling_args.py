@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from serving.settings.config import AppArgs, AutoscalingArgs, parse_args
+from serving.settings.config import AppArgs, parse_args
+from serving.settings.replica_args import AutoscalingArgs
 from serving.settings.strict_settings import SettingsError
 
 

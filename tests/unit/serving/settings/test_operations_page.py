@@ -7,7 +7,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from serving.settings.config import AppArgs, AutoscalingArgs
+from serving.settings.config import AppArgs
+from serving.settings.replica_args import AutoscalingArgs
 
 PAGE = (Path(__file__).parents[4] / "docs" / "operations.md").read_text()
 
