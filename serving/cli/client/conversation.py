@@ -18,7 +18,6 @@ from serving.cli.client.server import (
     request_json,
     unreachable,
 )
-from serving.cli.client.sessions import fork_session
 from serving.cli.client.stream import Chunk, EventSplitter, Usage, parse_event
 
 
@@ -134,13 +133,6 @@ class Conversation:
     def commit(self) -> None:
         """Notes that the server has kept a turn, so that the system prompt is not sent again."""
         self._started = True
-
-    def fork(self, *, at: int | None = None, new_session_id: str | None = None) -> Conversation:
-        """A new session that starts with this one's committed tokens: all of them, or the first `at`."""
-        forked = fork_session(self._client, self.session_id, at=at, new_session_id=new_session_id)
-        copy = Conversation(self._client, forked["session_id"], self._model, self._system, self._sampling)
-        copy._started = forked["tokens"] > 0
-        return copy
 
     def close(self) -> None:
         """Frees the session on the server."""
