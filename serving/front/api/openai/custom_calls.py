@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from msgspec import UNSET
 
@@ -27,9 +27,12 @@ class CustomCalls:
         """By the index of the call."""
 
     def told(self, calls: Sequence[CallDelta], *, ended: bool) -> list[CallDelta | CustomCallDelta]:
-        """The deltas as clients get them. `ended`: these are the choice's last, so the rest of each text is added."""
+        """The deltas as clients get them, at most one for each call. `ended`: these are the choice's last, so they have
+        the rest of each text."""
         told = [delta for call in calls if (delta := self._delta(call)) is not None]
-        return [*told, *self._rest()] if ended else told
+        if ended:
+            self._add_rests(told)
+        return told
 
     def called(self, calls: Sequence[CallDelta]) -> list[CalledTool | CalledCustomTool]:
         """The calls of a whole answer, as clients get them."""
@@ -48,10 +51,15 @@ class CustomCalls:
         begun = CustomTextDelta(name=name, input=text)
         return CustomCallDelta(index=call.index, id=call.id, type="custom", custom=begun)
 
-    def _rest(self) -> Iterator[CustomCallDelta]:
+    def _add_rests(self, told: list[CallDelta | CustomCallDelta]) -> None:
+        by_index = {delta.index: delta for delta in told if isinstance(delta, CustomCallDelta)}
         for index, reading in self._inputs.items():
-            if text := reading.flush():
-                yield CustomCallDelta(index=index, custom=CustomTextDelta(input=text))
+            if not (text := reading.flush()):
+                continue
+            if index in by_index:
+                by_index[index].custom.input += text
+            else:
+                told.append(CustomCallDelta(index=index, custom=CustomTextDelta(input=text)))
 
     def _whole(self, call: CallDelta) -> CalledTool | CalledCustomTool:
         call_id, name = call.id or "", call.function.name or ""

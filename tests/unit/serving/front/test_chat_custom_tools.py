@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from serving.front.api.openai.custom_calls import CustomCalls
 from serving.front.api.openai.tools_schema import CallDelta, FunctionDelta
 from serving.front.api.reply_json import reply_json
 from serving.front.http import create_http_app
-from serving.wire.turns import TurnFinish
+from serving.wire.turn_events import merge_events
+from serving.wire.turns import TurnCall, TurnEvent, TurnFinish
 from tests.unit.serving.front.test_tool_answers import STOP, TellingService
 from tests.unit.serving.local_service import client_of, local_client
 from tests.unit.serving.tool_texts import cut
@@ -86,6 +87,28 @@ async def test_arguments_that_are_not_as_asked_are_told_whole_and_streamed_alike
         return
     (whole,), (put_together,) = choice["message"]["tool_calls"], message["tool_calls"]
     assert put_together["custom"] == whole["custom"]
+
+
+class ToldAtOnce(TellingService):
+    """Tells a whole answer in its last event, as the log does."""
+
+    async def _events(self, call: TurnCall) -> AsyncIterator[TurnEvent]:
+        events = [event async for event in super()._events(call)]
+        yield merge_events(events)
+
+
+@pytest.mark.parametrize("arguments", ['{"x": 1, "input": "abc"}', '{"input": "abc\\u00'])
+async def test_a_chunk_has_one_delta_for_a_call(arguments: str) -> None:
+    """Some clients merge the deltas of a chunk by their position. The rest of a text was a second delta beside the
+    first."""
+    call = f'<tool_call>\n{{"name": "note", "arguments": {arguments}'
+    service = ToldAtOnce(call, finish=TurnFinish("length"))
+    reply = await asked(service, stream=True)
+    events = [json.loads(line[6:]) for line in reply.text.split("\n\n") if line.startswith("data: {")]
+    (told,) = [calls for event in events if (calls := event["choices"][0]["delta"].get("tool_calls"))]
+    assert [delta["index"] for delta in told] == [0]
+    (whole,) = (await asked(service)).json()["choices"][0]["message"]["tool_calls"]
+    assert told[0]["custom"] == whole["custom"]
 
 
 @settings(deadline=None)
