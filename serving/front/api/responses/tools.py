@@ -15,10 +15,13 @@ from serving.front.api.errors import refusal
 from serving.front.api.openai.tools import ToolUse, tool_use
 from serving.front.api.openai.tools_schema import (
     MAX_TOOLS,
+    AllowedTools,
+    AllowedToolsChoice,
     AnyText,
     ChosenFunction,
     Function,
     Grammar,
+    NamedCustomTool,
     NamedTool,
     Tool,
     ToolChoice,
@@ -195,13 +198,8 @@ def offered_tools(
             param = f"{tool.field}.name"
             raise refusal(f"{param}: there are two tools {shown!r}.", param)
         offered[shown] = tool
-    mode, names = _chosen(choice, offered)
-    shown_tools = [
-        Tool(type="function", function=tool.function)
-        for name, tool in offered.items()
-        if names is None or name in names
-    ]
-    use = tool_use(shown_tools, mode, parallel, model, strict_where_possible=True)
+    told = [Tool(type="function", function=tool.function) for tool in offered.values()]
+    use = tool_use(told, _chosen(choice, offered), parallel, model, strict_where_possible=True)
     return OfferedTools(offered, use)
 
 
@@ -228,21 +226,24 @@ def _offered(tool: FunctionTool | CustomTextTool, namespace: str | None, place: 
     return OfferedTool(tool.type, tool.name, namespace, tool.shown(shown), place)
 
 
-def _chosen(
-    choice: Any, offered: Mapping[str, OfferedTool]
-) -> tuple[ToolChoice | None, frozenset[str] | None]:
-    """The choice as a tool choice of chat completions, and the tools that the model is told of (None: all)."""
+def _chosen(choice: Any, offered: Mapping[str, OfferedTool]) -> ToolChoice | None:
+    """The choice as a tool choice of chat completions, which knows tools by the names that the model sees."""
     if isinstance(choice, ChosenTool):
-        name = _known(choice, offered, "tool_choice")
-        return NamedTool(type="function", function=ChosenFunction(name=name)), None
+        return _named(_known(choice, offered, "tool_choice"))
     if isinstance(choice, AllowedNames):
-        names = (
-            _known(each, offered, f"tool_choice.tools[{index}]")
+        named: list[NamedTool | NamedCustomTool] = [
+            _named(_known(each, offered, f"tool_choice.tools[{index}]"))
             for index, each in enumerate(choice.tools)
             if isinstance(each, ChosenTool)
-        )
-        return choice.mode, frozenset(names)
-    return choice, None
+        ]
+        allowed = AllowedTools(mode=choice.mode, tools=named)
+        return AllowedToolsChoice(type="allowed_tools", allowed_tools=allowed)
+    word: ToolChoice | None = choice
+    return word
+
+
+def _named(shown: str) -> NamedTool:
+    return NamedTool(type="function", function=ChosenFunction(name=shown))
 
 
 def _known(choice: ChosenTool, offered: Mapping[str, OfferedTool], place: str) -> str:

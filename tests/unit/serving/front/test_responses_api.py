@@ -204,6 +204,30 @@ async def test_whole_inputs_are_recognized(served: Served) -> None:
         items += [item.model_dump(exclude_none=True) for item in response.output]
 
 
+@pytest.mark.parametrize("mode", ["required", "auto"])
+async def test_where_an_allowed_tool_must_be_called_the_model_is_told_of_all(
+    served: Served, mode: str
+) -> None:
+    """As in chats. It was told of the allowed tools alone, so a named session refused the request, and a stored response
+    began a history of its own."""
+    clock = {"type": "custom", "name": "clock"}
+    allowed = {"type": "allowed_tools", "mode": mode, "tools": [clock]}
+    more: Any = {"input": "on", "tools": [WEATHER, clock], "tool_choice": allowed}
+    first = await served.ask("one", tools=[WEATHER, clock])
+    on = await served.client.responses.create(
+        previous_response_id=first.id, **more, **GREEDY | {"max_output_tokens": 60}
+    )
+    prompt: Any = served.service.calls[-1].prompt
+    names = [tool["function"]["name"] for tool in prompt.tools]
+    if mode == "auto":
+        assert names == ["clock"]
+        return
+    assert names == ["get_weather", "clock"]
+    assert {item.name for item in on.output} == {"clock"}
+    assert on.usage.input_tokens_details.cached_tokens > 0
+    assert len(served.service.cluster.sessions()) == 1
+
+
 async def test_a_call_that_must_be_made_is_answered_and_gone_on_from(served: Served) -> None:
     more = GREEDY | {"max_output_tokens": 300}
     response = await served.client.responses.create(
