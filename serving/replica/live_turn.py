@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from controllers.turns import Turn
 from engine.api import EngineError, Finish, FinishReason, TokenDelta, TokenLogprob
 from serving.replica.prompt_places import PlacedPrompt
@@ -88,12 +90,12 @@ class LiveTurn:
             TurnEvent() if named is None else TurnEvent(turn_index=named.turn_index, open_key=named.open_key)
         )
 
-    def final_event(self) -> TurnEvent:
-        """The event that ends a turn which did not fail. Its totals are those of the last delta."""
+    def final_event(self, ended_s: float) -> TurnEvent:
+        """The event that ends a turn which did not fail, at this Unix time. Its totals are those of the last delta."""
         assert self.finish is not None
         last = self.events[-1] if self.events else TurnEvent(prompt_tokens=len(self.prompt.new_tokens))
         finish = TurnFinish(self.finish.reason.value, self.finish.matched, self.finish.message)
-        return end_behind(last, finish)
+        return replace(end_behind(last, finish), ended_s=ended_s)
 
 
 def said_by(live: LiveTurn, whole_turn: TurnEvent) -> SaidTurn:
@@ -112,6 +114,7 @@ def said_by(live: LiveTurn, whole_turn: TurnEvent) -> SaidTurn:
         num_output=len(live.output_tokens),
         cached_tokens=whole_turn.cached_tokens,
         in_thought=whole_turn.in_thought,
+        ended_s=whole_turn.ended_s,
     )
 
 

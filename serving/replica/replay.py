@@ -49,6 +49,7 @@ def decode_result(data: bytes) -> TurnEvent:
         turn_index=fields.get("turn_index"),
         tokenizer=fields.get("tokenizer"),
         in_thought=fields.get("in_thought", False),
+        ended_s=fields.get("ended_s"),
         replayed=True,
     )
 

@@ -142,7 +142,7 @@ class LLMReplica:
         self._builder = RequestBuilder(self._engine, self._text, constraints)
         self._unnamed = UnnamedSessions(place.clock, args.sessions.unnamed.idle_timeout_s, self._engine)
         self._spans = open_spans(args.tracing, "replica", self._replica_id)
-        self._turns, self._empty_turns = self._turns_of(sessions, mailbox, place.clock)
+        self._turns, self._empty_turns = self._turns_of(sessions, mailbox, place)
         self._kv_watch = KVWatch(
             self._engine,
             self._metrics,
@@ -161,7 +161,7 @@ class LLMReplica:
         await self._start(place.settle)
 
     def _turns_of(
-        self, sessions: SessionController, mailbox: Mailbox, clock: Callable[[], float]
+        self, sessions: SessionController, mailbox: Mailbox, place: ReplicaPlace
     ) -> tuple[TurnRunner, EmptyTurns]:
         args = self._args
         commits = TurnCommits(self._controller, self._metrics, patience_s=args.controller.commit_patience_s)
@@ -174,12 +174,13 @@ class LLMReplica:
             ending=ending,
             unnamed=self._unnamed,
             builder=self._builder,
-            event_maker=EventMaker(self._text, self._metrics, clock),
+            event_maker=EventMaker(self._text, self._metrics, place.clock),
             mailbox=mailbox,
             load=TenantLoad(args.tenants.max_turns_in_flight, args.tenants.max_queued_tokens),
             metrics=self._metrics,
             tasks=self._tasks,
-            clock=clock,
+            clock=place.clock,
+            unix_clock=place.unix_clock,
             traces=replica_traces(self._spans, self._replica_id),
         )
         return turns, EmptyTurns(sessions, self._host, commits, ending)

@@ -61,7 +61,7 @@ OVERTAKEN = unavailable(
 
 
 class TurnRunner:
-    """Runs turns. Used on the replica's event loop only. `clock` returns monotonic seconds."""
+    """Runs turns. Used on the replica's event loop only. `clock` returns monotonic seconds, `unix_clock` Unix time."""
 
     def __init__(
         self,
@@ -79,6 +79,7 @@ class TurnRunner:
         metrics: ReplicaMetrics,
         tasks: BackgroundTasks,
         clock: Callable[[], float],
+        unix_clock: Callable[[], float],
         traces: ReplicaTraces = UNTRACED,
     ) -> None:
         self._engine = engine
@@ -94,6 +95,7 @@ class TurnRunner:
         self._metrics = metrics
         self._tasks = tasks
         self._clock = clock
+        self._unix_clock = unix_clock
         self._traces = traces
         self._numbers = itertools.count(1)
         self._live: dict[str, LiveTurn] = {}
@@ -332,13 +334,13 @@ class TurnRunner:
             if live.finish.reason is FinishReason.ABORT:
                 self._roll_back(live)
                 self._metrics.turn_ended("aborted")
-                return live.final_event()
+                return live.final_event(self._unix_clock())
             return await self._commit(live)
         finally:
             await self._finish(live)
 
     async def _commit(self, live: LiveTurn) -> TurnEvent:
-        final, turn, prompt = live.final_event(), live.named, live.prompt
+        final, turn, prompt = live.final_event(self._unix_clock()), live.named, live.prompt
         if turn is None and live.turn is not None:
             self._unnamed.commit(live.turn, prompt.new_tokens, live.output_tokens, prompt.checkpoint)
         if turn is not None:

@@ -232,7 +232,8 @@ class TurnEvent(msgspec.Struct, frozen=True, array_like=True, tag="event"):
     `turn_index` is the turn's number in its session, and `open_key` identifies that session among those of its name.
     Both are None outside a session. `replayed`: the turn ran before with the same idempotency key, and this is the
     answer from the log. `tokenizer` tells whose tokens these are (serving/text/fingerprint.py). `in_thought`: the
-    turn's prompt ends within a thought, which its text continues.
+    turn's prompt ends within a thought, which its text continues. `ended_s`: in the last event, the Unix time of the
+    turn's end; None from a version or a log without it.
     """
 
     text: str = ""
@@ -251,6 +252,7 @@ class TurnEvent(msgspec.Struct, frozen=True, array_like=True, tag="event"):
     tokenizer: str | None = None
     open_key: str | None = None
     in_thought: bool = False
+    ended_s: float | None = None
 
     @property
     def says_nothing(self) -> bool:
@@ -322,7 +324,7 @@ class SaidTurn(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `messages` are those that the turn added after the first `num_kept` of the conversation (None: after all of them).
     Turns with a `text` or token prompt have none. `key` is the turn's idempotency key, `note` the protocol's (see
-    SessionTurn). The `answer` had `num_output` tokens. `in_thought` is as in TurnEvent.
+    SessionTurn). The `answer` had `num_output` tokens. `in_thought` and `ended_s` are as in TurnEvent.
     """
 
     num_kept: int | None = None
@@ -335,6 +337,7 @@ class SaidTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     num_output: int = 0
     cached_tokens: int = 0
     in_thought: bool = False
+    ended_s: float | None = None
 
 
 class TurnTranscript(msgspec.Struct, frozen=True):

@@ -86,6 +86,7 @@ class TurnResult:
     turn_index: int | None = None
     replayed: bool = False
     in_thought: bool = False
+    ended_s: float | None = None
     started_s: float = field(default_factory=time.perf_counter)
     elapsed_s: float = 0.0
 
@@ -104,6 +105,7 @@ class TurnResult:
         self.turn_index = event.turn_index
         self.replayed = event.replayed
         self.in_thought = event.in_thought
+        self.ended_s = event.ended_s
         self.elapsed_s = time.perf_counter() - self.started_s
 
 

@@ -207,6 +207,7 @@ class Rig:
         spans: Spans | None = None,
     ) -> None:
         self.replica_id = replica_id
+        self.unix_clock = time.time
         self.controller = controller or local_controller(directory)
         calls: Any = self.controller
         self.runner = SlowRunner(num_pages, 4, VOCAB_SIZE, 512, adapters=ADAPTERS)
@@ -240,6 +241,7 @@ class Rig:
             metrics=self.metrics,
             tasks=self.tasks,
             clock=time.perf_counter,
+            unix_clock=lambda: self.unix_clock(),
             traces=replica_traces(spans, replica_id),
         )
 

@@ -93,7 +93,13 @@ class ResponseReader:
             return self._head.response("cancelled", **said)
         status = _status_of(finish)
         why = None if status == "completed" else {"reason": "max_output_tokens"}
-        return self._head.response(status, incomplete_details=why, completed_at=int(time.time()), **said)
+        return self._head.response(
+            status, incomplete_details=why, completed_at=completed_at_of(output), **said
+        )
+
+
+def completed_at_of(output: TurnEvent | TurnResult) -> int | None:
+    return None if output.ended_s is None else int(output.ended_s)
 
 
 def usage_of(output: TurnEvent | TurnResult) -> Json:

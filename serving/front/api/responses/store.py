@@ -125,6 +125,7 @@ class StoredResponse:
             completion_tokens=turn.said.num_output,
             finish=turn.said.finish,
             in_thought=turn.said.in_thought,
+            ended_s=turn.said.ended_s,
         )
         said = json.loads(turn.said.note)
         return cls._noted(turn.said.key, said, model, session_id, turn.turn_index, whole)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from serving.front.api.responses.output import Event
-from serving.front.api.responses.replies import ResponseHead, ResponseReader, usage_of
+from serving.front.api.responses.replies import ResponseHead, ResponseReader, completed_at_of, usage_of
 from serving.front.api.sse import KEEP_ALIVE_COMMENT, typed_event
 from serving.wire.turns import ErrorInfo, TurnEvent
 
@@ -88,7 +87,7 @@ class ResponseEvents:
     def prepared(self, event: TurnEvent) -> list[Event]:
         """The events, at the end of its turn, of a response that was to say nothing."""
         usage = usage_of(event) | {"output_tokens": 0, "total_tokens": event.prompt_tokens}
-        response = self._head.response("completed", completed_at=int(time.time()), usage=usage)
+        response = self._head.response("completed", completed_at=completed_at_of(event), usage=usage)
         return self._told([*self._opening(), {"type": _LAST_EVENTS["completed"], "response": response}])
 
     def failed(self, info: ErrorInfo) -> list[Event]:

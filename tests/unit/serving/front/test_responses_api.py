@@ -144,17 +144,36 @@ async def test_other_instructions_or_tools_are_taken_with_all_that_was_said(serv
 
 
 async def test_a_response_is_had_again_as_it_was_told(served: Served) -> None:
+    """With the time at which its turn ended. It had the time at which it was read."""
+    served.service.rig.unix_clock = lambda: 1_700_000_000.75
     first = await served.ask("one", instructions="Be short.", metadata={"k": "v"})
     second = await served.ask("two", previous_response_id=first.id, instructions="Be short.")
     fork = await served.ask("three", previous_response_id=first.id, instructions="Be short.")
     for session_id in served.service.rig.sessions.held():
         await served.service.rig.host.release(session_id)
     for response in (first, second, fork):
-        again = await served.client.responses.retrieve(response.id)
-        assert again.model_dump(exclude={"completed_at"}) == response.model_dump(exclude={"completed_at"})
+        assert response.completed_at == 1_700_000_000
+        assert await served.client.responses.retrieve(response.id) == response
+        told = await served.client.responses.retrieve(response.id, stream=True)
+        assert [event async for event in told][-1].response == response
     items = await served.client.responses.input_items.list(second.id)
     assert [item.content[0].text for item in items.data] == ["two"]
     assert items.has_more is False
+
+
+async def test_an_earlier_version_kept_no_time_of_the_end(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await served.ask("one")
+    transcript = served.service.transcript
+
+    async def as_before(session_id: str, *, tenant: str) -> Any:
+        turns = await transcript(session_id, tenant=tenant)
+        return [replace(turn, said=replace(turn.said, ended_s=None)) for turn in turns]
+
+    monkeypatch.setattr(served.service, "transcript", as_before)
+    again = await served.client.responses.retrieve(first.id)
+    assert again == first.model_copy(update={"completed_at": None})
 
 
 async def test_a_deleted_response_is_gone(served: Served) -> None:
@@ -208,8 +227,7 @@ async def test_whole_inputs_are_recognized(served: Served) -> None:
 async def test_where_an_allowed_tool_must_be_called_the_model_is_told_of_all(
     served: Served, mode: str
 ) -> None:
-    """As in chats. It was told of the allowed tools alone, so a named session refused the request, and a stored response
-    began a history of its own."""
+    """As in chats. It was told of the allowed tools alone, so a stored response began a history of its own."""
     clock = {"type": "custom", "name": "clock"}
     allowed = {"type": "allowed_tools", "mode": mode, "tools": [clock]}
     more: Any = {"input": "on", "tools": [WEATHER, clock], "tool_choice": allowed}

@@ -40,12 +40,10 @@ async def all_of(stream: Any) -> list[Any]:
 
 
 def joined(events: Sequence[Any]) -> list[dict[str, Any]]:
-    """The events as if each text had come in one piece, without the time at which a stored response ended."""
+    """The events as if each text had come in one piece."""
     shown: list[dict[str, Any]] = []
     for event in events:
         one = event.model_dump()
-        if isinstance(one.get("response"), dict):
-            one["response"].pop("completed_at", None)
         if shown and "delta" in one and shown[-1]["type"] == one["type"]:
             one["delta"] = shown.pop()["delta"] + one["delta"]
         shown.append(one)

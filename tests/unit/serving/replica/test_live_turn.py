@@ -67,7 +67,7 @@ def test_one_that_ends_the_turn_and_one_that_says_nothing() -> None:
     rig = Rig()
     event = rig.take(delta(0), delta(1, finish=LENGTH))
     assert (event.token_ids, event.finish) == ((300, 301), None)
-    final = rig.live.final_event()
+    final = rig.live.final_event(1_700_000_000.5)
     assert (final.token_ids, final.completion_tokens, final.draft_tokens) == ((), 2, 2)
     rig = Rig()
     rig.event_maker.take(rig.live, TokenDelta("r", (), 5, 2, 0, finish=LENGTH))

@@ -81,6 +81,7 @@ EVENT = TurnEvent(
     replayed=True,
     tokenizer="t",
     open_key="o",
+    ended_s=1_700_000_000.5,
 )
 TURN = TurnCall(
     "r",
