@@ -190,6 +190,8 @@ async def begin_response(service: TurnService, body: ResponsesBody, tenant: str)
     begun: list[tuple[Continued, str]] = []
 
     async def named(conversation: Conversation) -> Json:
+        if not (conversation.items or body.input):
+            raise refusal("input: nothing has been said yet in the conversation.", "input")
         last_id = conversation.last_response_id
         before = await continued_with(service, conversation.items, last_id, body, tenant)
         response_id = new_response_id(before.session_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -26,7 +26,7 @@ from serving.front.api.fields import (
     adapter_of,
     nth_seed,
 )
-from serving.front.api.openai.answers import AnswerReader, answer_fields, constraint_of, reads_thoughts
+from serving.front.api.openai.answers import AnswerReader, answer_fields, reads_thoughts
 from serving.front.api.openai.requests import field_names, session_turn
 from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import json_reply, reply_json
@@ -57,7 +57,7 @@ from serving.front.api.responses.turns import ResponseTurns
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, beside_streams, collect, until_disconnect
-from serving.wire.turns import ChatPrompt, ModelInfo, SessionTurn, TurnCall, TurnService
+from serving.wire.turns import ChatPrompt, ModelInfo, OutputConstraint, SessionTurn, TurnCall, TurnService
 
 MOST_NUMBER = 2**53
 
@@ -144,7 +144,9 @@ async def asked_response(
     adapter = adapter_of(body.model, model)
     check_state(body)
     tools = offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls, model)
-    check_logprobs(body, is_parted=body.tells_logprobs and _is_parted(body, tools, model))
+    held_to = answer_fields(model, body.held(), tools.use)
+    check_logprobs(body, is_parted=_is_parted(tools, model, held_to["constraint"]))
+    # This writes the response into its conversation, so what the body alone is refused for is refused by now.
     if before is None:
         before, response_id = await begin_response(service, body, tenant)
     else:
@@ -153,11 +155,11 @@ async def asked_response(
     items = canonical_items(body.input[before.num_repeated :], response_id)
     turn_after = partial(Continued.turn, head=head, items=items, body=body)
     said = [*before.items, *items]
-    if not said:
-        raise refusal("input: nothing has been said yet in the conversation.", "input")
     turn = turn_after(before) if named is None else named
     affinity_key = affinity.key(body.prompt_cache_key, body.user)
-    make_plan = partial(_plan, body, tools, model, response_id, said, turn, tenant, priority, affinity_key)
+    make_plan = partial(
+        _plan, body, tools, held_to, model, response_id, said, turn, tenant, priority, affinity_key
+    )
     plan = await beside_streams(make_plan, len(items))
     plan = dataclasses.replace(plan, message_name=partial(_name_of_message, body, before, said))
     (call,) = plan.calls
@@ -184,16 +186,17 @@ def _name_of_message(body: ResponsesBody, before: Continued, said: Sequence[Json
     return "input" if isinstance(body.input, str) else f"input[{at}]"
 
 
-def _is_parted(body: ResponsesBody, tools: OfferedTools, model: ModelInfo) -> bool:
+def _is_parted(tools: OfferedTools, model: ModelInfo, constraint: OutputConstraint | None) -> bool:
     """Whether calls or thoughts are looked for in the answer."""
     if tools.use is not None and tools.use.reads:
         return True
-    return reads_thoughts(model, constraint_of(body.held(), tools.use)) is not None
+    return reads_thoughts(model, constraint) is not None
 
 
 def _plan(
     body: ResponsesBody,
     tools: OfferedTools,
+    held_to: Mapping[str, Any],
     model: ModelInfo,
     response_id: str,
     items: list[Json],
@@ -202,7 +205,7 @@ def _plan(
     priority: int,
     affinity_key: str,
 ) -> TurnPlan:
-    held, use = body.held(), tools.use
+    use = tools.use
     call = TurnCall(
         request_id=response_id,
         prompt=ChatPrompt(
@@ -220,9 +223,9 @@ def _plan(
         may_be_kept=session is not None,
         priority=priority,
         adapter=adapter_of(body.model, model),
-        **answer_fields(model, held, use),
+        **held_to,
     )
-    names = field_names("input", held) | {"max_new_tokens": "max_output_tokens", "messages": "input"}
+    names = field_names("input", body.held()) | {"max_new_tokens": "max_output_tokens", "messages": "input"}
     if body.is_stored:
         names["session_id"] = "previous_response_id"
     return TurnPlan([call], names)

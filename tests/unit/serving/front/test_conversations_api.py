@@ -10,11 +10,12 @@ from typing import Any
 import openai
 import pytest
 
+from serving.front.api.fields import MAX_GRAMMAR_CHARS
 from serving.front.api.responses import conversation_log
 from serving.front.http import create_http_app
 from tests.unit.serving.front.test_background_responses import SLOW_S, FrontEnd, front_ends
 from tests.unit.serving.local_service import http_server, local_service
-from tests.unit.serving.responses_client import GREEDY, Served, client_at, expected, said, user
+from tests.unit.serving.responses_client import GREEDY, WEATHER, Served, client_at, expected, said, user
 
 
 @pytest.fixture
@@ -201,6 +202,25 @@ async def test_a_response_that_came_to_nothing_leaves_nothing(
     assert response.output_text == expected([user("one")])
     read = await conversation_log.read_conversation(served.service, made.id, "")
     assert [entry.response_id for entry in read.entries] == [response.id]
+
+
+BEGUN: list[dict[str, Any]] = [
+    {"input": []},
+    {"tools": [WEATHER], "tool_choice": "required", "text": {"format": {"type": "json_object"}}},
+    {"text": {"format": {"type": "json_schema", "name": "s", "schema": {"enum": ["x" * MAX_GRAMMAR_CHARS]}}}},
+    {"include": ["message.output_text.logprobs"], "background": True},
+]
+
+
+@pytest.mark.parametrize("fields", BEGUN)
+async def test_a_refused_response_is_not_written_into_it(served: Served, fields: dict[str, Any]) -> None:
+    """Each refusal had added a turn to the conversation's session, with a response that never came."""
+    made = await served.client.conversations.create()
+    body = {"input": "hi", "conversation": made.id, **fields}
+    for _ in range(3):
+        with pytest.raises(openai.BadRequestError):
+            await served.client.post("/responses", body=body, cast_to=object)
+    assert [session.turns for session in served.service.cluster.sessions()] == [1]
 
 
 async def test_changes_that_come_at_once_all_count(served: Served) -> None:
