@@ -33,6 +33,7 @@ from serving.front.api.fields import (
     checked_bias,
     most_tokens,
 )
+from serving.front.api.hidden_sessions import check_not_hidden
 from serving.front.api.openai.structured import GuidedFields, HeldAnswer, ResponseFormat, StructuredOutputs
 from serving.front.api.priorities import LOWER_FIRST, Priority
 from serving.front.api.strict_json import NotSupported, StrictBody
@@ -203,11 +204,12 @@ def session_turn(
     expected_turn: int | None = None,
 ) -> SessionTurn | None:
     """The turn in the session that the headers name; None without a session. Then a key has no use, because a retry
-    repeats nothing. If there is a key, the count of retries has no use."""
+    repeats nothing. If there is a key, the count of retries has no use. Raises ServiceError."""
     if session_id is None:
         if expected_turn is not None:
             raise refusal("x-session-turn: says nothing without x-session-id.", "x-session-turn")
         return None
+    check_not_hidden(session_id, "x-session-id")
     if num_calls > 1:
         raise refusal(f"{param}: a session takes one generation at a time.", param)
     return SessionTurn(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any
 from uuid import uuid4
 
 from serving.front.api.errors import refusal
+from serving.front.api.hidden_sessions import CONVERSATION, HEX
 from serving.front.api.responses.continuations import Continued, continued, continued_with
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.schema import ResponsesBody
@@ -28,10 +30,11 @@ from serving.front.api.responses.store import (
     sessions_of,
 )
 from serving.wire.errors import ANOTHERS_TURN, SESSION_NOT_FOUND
-from serving.wire.turns import ServiceError, TurnService
+from serving.wire.turns import ServiceError, TurnService, TurnTranscript
 
 _ID = "conv_"
-_SESSION = "conv-"
+_NAME = re.compile(f"{_ID}({HEX})")
+"""Matches the id of a conversation; finds what follows the prefix in its session's name."""
 TRIES = 20
 PAUSE_S = 0.05
 """Between tries, when several changes come at the same time."""
@@ -113,7 +116,7 @@ async def open_conversation(
     scope = uuid4().hex
     conversation = Conversation(f"{_ID}{scope}")
     change = {"created_at": int(time.time()), "metadata": metadata, "items": items}
-    session_id = f"{_SESSION}{scope}"
+    session_id = f"{CONVERSATION}{scope}"
     await service.open_session(session_id, timeout_s=None, capacity_tokens=None, tenant=tenant)
     await service.keep_note(session_id, json.dumps(change).encode(), expected_turn=0, tenant=tenant)
     conversation.take(change)
@@ -124,14 +127,7 @@ async def read_conversation(
     service: TurnService, conversation_id: str, tenant: str, param: str = "conversation_id"
 ) -> Conversation:
     """The conversation as it is now. `param` is the field that names it. Raises ServiceError (404)."""
-    try:
-        turns = await service.transcript(_session_of(conversation_id, param), tenant=tenant)
-    except ServiceError as error:
-        if error.info.code != SESSION_NOT_FOUND:
-            raise
-        turns = []
-    if not turns or not all(turn.said.note for turn in turns):
-        raise _not_there(conversation_id, param)
+    turns = await _changes_of(service, conversation_id, tenant, param)
     conversation = Conversation(conversation_id, num_turns=turns[-1].turn_index + 1)
     for turn in turns:
         conversation.take(json.loads(turn.said.note))
@@ -217,8 +213,24 @@ async def keep_items(service: TurnService, conversation_id: str, tenant: str) ->
 
 async def close_conversation(service: TurnService, conversation_id: str, tenant: str) -> None:
     """Deletes the conversation; its responses stay. Raises ServiceError (404)."""
+    await _changes_of(service, conversation_id, tenant)
     if not await service.close_session(_session_of(conversation_id), tenant=tenant):
         raise _not_there(conversation_id)
+
+
+async def _changes_of(
+    service: TurnService, conversation_id: str, tenant: str, param: str = "conversation_id"
+) -> list[TurnTranscript]:
+    """The turns of the conversation's session. Raises ServiceError (404) if that is no conversation."""
+    try:
+        turns = await service.transcript(_session_of(conversation_id, param), tenant=tenant)
+    except ServiceError as error:
+        if error.info.code != SESSION_NOT_FOUND:
+            raise
+        turns = []
+    if not turns or not all(turn.said.note for turn in turns):
+        raise _not_there(conversation_id, param)
+    return turns
 
 
 async def _said_in(service: TurnService, entry: _Entry, tenant: str) -> list[Json] | None:
@@ -246,9 +258,10 @@ async def _may_come(service: TurnService, entry: _Entry, tenant: str) -> bool:
 
 
 def _session_of(conversation_id: str, param: str = "conversation_id") -> str:
-    if not conversation_id.startswith(_ID):
+    named = _NAME.fullmatch(conversation_id)
+    if named is None:
         raise _not_there(conversation_id, param)
-    return f"{_SESSION}{conversation_id.removeprefix(_ID)}"
+    return f"{CONVERSATION}{named[1]}"
 
 
 def _not_there(conversation_id: str, param: str = "conversation_id") -> ServiceError:

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from engine.api import SamplingParams
 from serving.front.api.errors import refusal
+from serving.front.api.hidden_sessions import HEX, RESPONSE
 from serving.front.api.openai.answers import AnswerReader, constraint_of, reads_thoughts
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.replies import ResponseHead, ResponseReader
@@ -38,8 +39,8 @@ from serving.wire.turns import (
 )
 
 _ID = "resp_"
-_SESSION = "resp-"
-_SESSION_CHARS = 32
+_NAME = re.compile(f"{_ID}({HEX})[0-9a-f]{{16}}")
+"""Matches the id of a response; finds what follows the prefix in its session's name."""
 NO_RESPONSE = "response_not_found"
 _SCOPE = re.compile(r"[a-z]+_([0-9a-f]{48})o[0-9]+")
 """Matches the id of an answer's item; finds what follows the prefix in the response's id."""
@@ -50,26 +51,26 @@ _ENDED = "ended"
 
 def new_response_id(session_id: str | None) -> str:
     """A new id for a response that is a turn of this session (None: of none)."""
-    scope = uuid4().hex if session_id is None else session_id.removeprefix(_SESSION)
+    scope = uuid4().hex if session_id is None else session_id.removeprefix(RESPONSE)
     return f"{_ID}{scope}{uuid4().hex[:16]}"
 
 
 def new_session_id() -> str:
-    return f"{_SESSION}{uuid4().hex}"
+    return f"{RESPONSE}{uuid4().hex}"
 
 
 def session_apart(response_id: str) -> str:
     """The session of a response whose turn could not be in the one that its id names: another turn came first."""
-    return f"{_SESSION}{uuid5(NAMESPACE_OID, response_id).hex}"
+    return f"{RESPONSE}{uuid5(NAMESPACE_OID, response_id).hex}"
 
 
 def sessions_of(response_id: str, param: str = "response_id") -> tuple[str, str]:
     """The sessions that the response may be in; most are in the first. Raises ServiceError if this is not the id of a
     response."""
-    scope = response_id.removeprefix(_ID)
-    if not response_id.startswith(_ID) or len(scope) <= _SESSION_CHARS:
+    named = _NAME.fullmatch(response_id)
+    if named is None:
         raise _unknown(response_id, param)
-    return f"{_SESSION}{scope[:_SESSION_CHARS]}", session_apart(response_id)
+    return f"{RESPONSE}{named[1]}", session_apart(response_id)
 
 
 def response_named(item_id: str | None) -> str | None:

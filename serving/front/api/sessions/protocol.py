@@ -25,6 +25,7 @@ from serving.front.api.fields import (
     nth_seed,
     stop_strings,
 )
+from serving.front.api.hidden_sessions import check_not_hidden
 from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import joined_items, json_reply
 from serving.front.api.sessions.replies import GenerateEncoder, whole_reply
@@ -193,6 +194,7 @@ async def _in_session(
 
 
 def _line_turn(params: SessionParams, idempotency_key: str | None) -> SessionTurn:
+    check_not_hidden(params.id, "session_params.id")
     for name in ("offset", "replace", "drop_previous_output"):
         if getattr(params, name):
             raise refusal(
