@@ -13,7 +13,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -112,7 +112,7 @@ class Conversation:
 async def open_conversation(
     service: TurnService, items: Sequence[Json], metadata: Mapping[str, str], tenant: str
 ) -> Conversation:
-    """Makes a conversation that begins with these items. Raises ServiceError."""
+    """Makes a conversation that begins with these items, which have different ids. Raises ServiceError."""
     scope = uuid4().hex
     conversation = Conversation(f"{_ID}{scope}")
     change = {"created_at": int(time.time()), "metadata": metadata, "items": items}
@@ -188,6 +188,7 @@ async def begin_response(service: TurnService, body: ResponsesBody, tenant: str)
     async def named(conversation: Conversation) -> Json:
         if not (conversation.items or body.input):
             raise refusal("input: nothing has been said yet in the conversation.", "input")
+        check_item_ids(conversation.items, () if isinstance(body.input, str) else body.input, "input")
         last_id = conversation.last_response_id
         before = await continued_with(service, conversation.items, last_id, body, tenant)
         response_id = new_response_id(before.session_id)
@@ -209,6 +210,17 @@ async def keep_items(service: TurnService, conversation_id: str, tenant: str) ->
     except ServiceError as error:
         if error.info.code != _NO_CONVERSATION:
             raise
+
+
+def check_item_ids(known: Iterable[Json], given: Iterable[Any], param: str) -> None:
+    """Refuses items of clients whose ids the conversation has: an id names one item, and pages of items go on after the
+    one that a client names. `known`: the conversation's items. `param` is the field of the new ones."""
+    ids = {item["id"] for item in known}
+    for index, item in enumerate(given):
+        if item.id is not None and item.id in ids:
+            field = f"{param}[{index}].id"
+            raise refusal(f"{field}: the conversation has an item {item.id[:120]!r} already.", field)
+        ids.add(item.id)
 
 
 async def close_conversation(service: TurnService, conversation_id: str, tenant: str) -> None:

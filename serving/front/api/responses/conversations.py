@@ -13,6 +13,7 @@ from serving.front.api.openai.requests import Metadata
 from serving.front.api.responses.conversation_log import (
     Conversation,
     change_conversation,
+    check_item_ids,
     close_conversation,
     item_of,
     open_conversation,
@@ -52,6 +53,7 @@ def routes() -> APIRouter:
 
 
 async def create_conversation(body: NewConversation, service: Service, tenant: Tenant) -> Json:
+    check_item_ids((), body.items or (), "items")
     items = _canonical(body.items or [])
     return (await open_conversation(service, items, body.metadata or {}, tenant)).shown()
 
@@ -98,7 +100,8 @@ async def create_items(
     """Adds items at the end of the conversation."""
     items = _canonical(body.items)
 
-    async def change(_conversation: Conversation) -> Json:
+    async def change(conversation: Conversation) -> Json:
+        check_item_ids(conversation.items, body.items, "items")
         return {"items": items}
 
     await change_conversation(service, conversation_id, tenant, change)

@@ -22,10 +22,11 @@ def item_page(items: Sequence[Json], limit: int, order: ItemOrder, after: str | 
     if order == "desc":
         items = items[::-1]
     if after is not None:
-        names = [item["id"] for item in items]
-        if after not in names:
+        # Inputs, and responses made at once, may repeat an id. A page begins behind its last item, so the pages end.
+        behind = next((at for at in range(len(items), 0, -1) if items[at - 1]["id"] == after), None)
+        if behind is None:
             raise refusal(f"after: no item {after[:120]!r}.", "after")
-        items = items[names.index(after) + 1 :]
+        items = items[behind:]
     page = list(items[:limit])
     return {
         "object": "list",

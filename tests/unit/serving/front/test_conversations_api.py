@@ -12,6 +12,7 @@ import pytest
 
 from serving.front.api.fields import MAX_GRAMMAR_CHARS
 from serving.front.api.responses import conversation_log
+from serving.front.api.responses.item_pages import item_page
 from serving.front.http import create_http_app
 from tests.unit.serving.front.test_background_responses import SLOW_S, FrontEnd, front_ends
 from tests.unit.serving.local_service import http_server, local_service
@@ -22,6 +23,10 @@ from tests.unit.serving.responses_client import GREEDY, WEATHER, Served, client_
 async def alone(tmp_path: Path) -> AsyncIterator[FrontEnd]:
     async with front_ends(tmp_path, 1) as cluster:
         yield cluster.members[0]
+
+
+def with_id(text: str, item_id: str) -> Any:
+    return user(text) | {"id": item_id}
 
 
 async def texts(client: openai.AsyncOpenAI, conversation_id: str, **options: Any) -> list[str]:
@@ -202,6 +207,52 @@ async def test_a_response_that_came_to_nothing_leaves_nothing(
     assert response.output_text == expected([user("one")])
     read = await conversation_log.read_conversation(served.service, made.id, "")
     assert [entry.response_id for entry in read.entries] == [response.id]
+
+
+async def test_an_id_names_one_item(served: Served) -> None:
+    """As at OpenAI. The list of a conversation in which an id was repeated had no last page."""
+    client = served.client.conversations
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.create(items=[with_id("a", "x"), user("b"), with_id("c", "x")])
+    assert caught.value.param == "items[2].id"
+    made = await client.create(items=[with_id("a", "x"), with_id("b", "y")])
+    first = await served.ask("one", conversation=made.id)
+    answer = first.output[0].model_dump(exclude_none=True)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.items.create(made.id, items=[user("c"), with_id("a", "x")])
+    assert caught.value.param == "items[1].id"
+    turns = {session.session_id: session.turns for session in served.service.cluster.sessions()}
+    for given in (with_id("a", "x"), answer):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await served.client.responses.create(input=[given], conversation=made.id, **GREEDY)
+        assert caught.value.param == "input[0].id"
+    assert {session.session_id: session.turns for session in served.service.cluster.sessions()} == turns
+    await client.items.delete("x", conversation_id=made.id)
+    await client.items.create(made.id, items=[with_id("again", "x")])
+    assert await texts(served.client, made.id, limit=1) == ["b", "one", first.output_text, "again"]
+
+
+async def test_a_conversation_may_begin_with_what_was_answered_elsewhere(served: Served) -> None:
+    first = await served.ask("one")
+    answer: Any = first.output[0].model_dump(exclude_none=True)
+    made = await served.client.conversations.create(items=[user("one"), answer])
+    second = await served.ask("two", conversation=made.id)
+    assert second.output_text == expected([user("one"), said(first), user("two")])
+    item = await served.client.conversations.items.retrieve(answer["id"], conversation_id=made.id)
+    assert item.content[0].text == first.output_text  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_pages_end_though_an_id_is_repeated(order: Any) -> None:
+    items = [{"id": name} for name in ("x", "x", "y", "x", "z")]
+    after, seen = None, []
+    for _ in items:
+        page = item_page(items, 1, order, after)
+        after = page["last_id"]
+        seen.append(after)
+        if not page["has_more"]:
+            break
+    assert not page["has_more"], seen
 
 
 BEGUN: list[dict[str, Any]] = [
