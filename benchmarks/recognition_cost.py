@@ -35,7 +35,7 @@ from serving.cli.load.prompts import PromptSource
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.openai.chat_schema import ChatBody
 from serving.front.api.strict_json import StrictJsonRequest
-from serving.front.conversations import DIGEST_BYTES, Conversations
+from serving.front.known_places import DIGEST_BYTES, KnownPlaces
 from serving.wire.turns import ChatPrompt, Said, TurnCall
 
 SIZES = (5_000, 20_000, 40_000, 100_000, 400_000)
@@ -95,7 +95,7 @@ def call_of(prompt: ChatPrompt) -> TurnCall:
 
 
 async def body_cost(size_bytes: int) -> BodyCost:
-    body, front_end = body_of(size_bytes), Conversations(1)
+    body, front_end = body_of(size_bytes), KnownPlaces(1)
     parse_s, hash_s = [], []
     for _ in range(ROUNDS):
         begun_s = time.thread_time()
@@ -121,9 +121,9 @@ def at_turn(digests: Sequence[bytes], turn: int) -> TurnCall:
     return call_of(ChatPrompt(messages, said=said))
 
 
-def filled() -> Conversations:
+def filled() -> KnownPlaces:
     """An index of PLACES places, TURNS for each conversation. Every digest is an object of its own."""
-    front_end = Conversations(PLACES)
+    front_end = KnownPlaces(PLACES)
     for number in range(PLACES // TURNS):
         digests, replica_id = conversation(number), REPLICAS[number % len(REPLICAS)]
         for turn in range(TURNS):

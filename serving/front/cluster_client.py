@@ -24,7 +24,7 @@ from controllers.session_keys import id_in, session_key
 from serving.background import BackgroundTasks
 from serving.front.api.sessions.trees import told_session
 from serving.front.cluster_watch import ClusterWatch
-from serving.front.conversations import Conversations
+from serving.front.known_places import KnownPlaces
 from serving.front.ownership_cache import Owner
 from serving.front.refusals import LOG_AWAY
 from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
@@ -91,7 +91,7 @@ class ClusterClient:
         siblings: Siblings,
         controller: ControllerCalls,
         dispatcher: TurnDispatcher,
-        conversations: Conversations,
+        places: KnownPlaces,
         metrics: IngressMetrics,
         settings: dict[str, Any],
         tasks: BackgroundTasks,
@@ -103,7 +103,7 @@ class ClusterClient:
         self._siblings = siblings
         self._controller = controller
         self._dispatcher = dispatcher
-        self._conversations = conversations
+        self._places = places
         self._metrics = metrics
         self._settings = settings
         self._replicas_expected = replicas_expected
@@ -123,7 +123,7 @@ class ClusterClient:
 
     @asynccontextmanager
     async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
-        call = self._conversations.recognized(_with_session_key(call))
+        call = self._places.recognized(_with_session_key(call))
         async with self._dispatcher.dispatch(call) as events:
             yield events
 

@@ -25,10 +25,10 @@ from serving.front.api.browsers import BrowserRules
 from serving.front.api.keys import KeyRing
 from serving.front.api.responses.background import BackgroundResponses
 from serving.front.cluster_client import FIGURES_TIMEOUT_S, ClusterClient
-from serving.front.conversations import Conversations
 from serving.front.departure import LOOK_INTERVAL_S as LOOK_FOR_DEPARTURE_S
 from serving.front.departure import Departure
 from serving.front.http import create_http_app
+from serving.front.known_places import KnownPlaces
 from serving.front.membership import LOOK_INTERVAL_S
 from serving.front.operator_port import OperatorPort
 from serving.front.ownership_cache import OwnershipCache
@@ -65,7 +65,7 @@ CALL_TIMEOUT_S = CONTROLLER_TIMEOUT_S + 3.0
 START_TIMEOUT_S = 900.0
 EXPIRE_INTERVAL_S = 15.0
 CACHED_OWNERS = 100_000
-CACHED_CONVERSATIONS = 200_000
+CACHED_PLACES = 200_000
 """Places in conversations, two of each conversation: some 50 MB."""
 STOP_TIMEOUT_S = 5.0
 """How long responses that are broken off may take to write their ends to the session log."""
@@ -107,7 +107,7 @@ class Ingress:
         metrics = self._metrics = IngressMetrics(place.ingress_id, args.metric_labels)
         self._spans = open_spans(args.tracing, "ingress", place.ingress_id)
         owners = OwnershipCache(CACHED_OWNERS)
-        conversations = _conversations(args)
+        places = _known_places(args)
         calls = self._replicas = ReplicaCalls(
             controller,
             place.open_connection,
@@ -117,7 +117,7 @@ class Ingress:
             times=LinkTimes(reopen_s=REOPEN_SHARE * args.ingress.failover_timeout_s),
             call_timeout_s=CALL_TIMEOUT_S,
             on_broken=metrics.connection_broke,
-            on_gone=_forgets(owners, conversations),
+            on_gone=_forgets(owners, places),
         )
         metrics.read(calls.figures)
         self._tasks.every(LOOK_INTERVAL_S, calls.look, timeout_s=CONTROLLER_TIMEOUT_S)
@@ -125,7 +125,7 @@ class Ingress:
             calls,
             controller,
             owners,
-            conversations,
+            places,
             metrics,
             failover_timeout_s=args.ingress.failover_timeout_s,
             traces=front_traces(self._spans, args.model.model_id),
@@ -138,7 +138,7 @@ class Ingress:
             siblings=siblings,
             controller=controller,
             dispatcher=dispatcher,
-            conversations=conversations,
+            places=places,
             metrics=metrics,
             settings=args.model_dump(mode="json"),
             replicas_expected=args.replicas_expected,
@@ -265,20 +265,20 @@ async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> IngressPla
     )
 
 
-def _conversations(args: AppArgs) -> Conversations:
+def _known_places(args: AppArgs) -> KnownPlaces:
     unnamed = args.sessions.unnamed
-    return Conversations(
-        CACHED_CONVERSATIONS,
+    return KnownPlaces(
+        CACHED_PLACES,
         unnamed=unnamed.enabled,
         shared=args.ingress.count > 1,
         durable_timeout_s=unnamed.idle_timeout_s if unnamed.durable else None,
     )
 
 
-def _forgets(owners: OwnershipCache, conversations: Conversations) -> Callable[[str], None]:
+def _forgets(owners: OwnershipCache, places: KnownPlaces) -> Callable[[str], None]:
     def forget(replica_id: str) -> None:
         owners.forget_replica(replica_id)
-        conversations.forget_replica(replica_id)
+        places.forget_replica(replica_id)
 
     return forget
 

@@ -12,7 +12,7 @@ from random import Random
 
 from controllers.errors import ControllerError
 from controllers.records import ReplicaStatus
-from serving.front.conversations import NOWHERE, Affinity
+from serving.front.known_places import NOWHERE, Affinity
 from serving.wire.controller_calls import ControllerCalls
 
 logger = logging.getLogger(__name__)

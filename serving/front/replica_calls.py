@@ -18,7 +18,7 @@ from typing import Any
 from controllers.errors import ControllerError
 from controllers.records import ReplicaAddress
 from serving.background import BackgroundTasks
-from serving.front.conversations import Affinity
+from serving.front.known_places import Affinity
 from serving.front.membership import Membership
 from serving.front.replica_gone import Loss, ReplicaGone, ReplicaLate
 from serving.front.replica_link import LinkTimes, ReplicaLink

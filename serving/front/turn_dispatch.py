@@ -20,8 +20,8 @@ from controllers.errors import ControllerError, ModelChanged, NoReplica, StoreEr
 from controllers.kept_answers import CALL_KEY
 from controllers.records import COUNTED_KEY, TREE_KEY, Assignment
 from controllers.session_keys import named, new_session_id, tenant_in
-from serving.front.conversations import NOWHERE, Conversations
 from serving.front.dispatched_turn import ABORT_TIMEOUT_S, DispatchedTurn, TurnAborted
+from serving.front.known_places import NOWHERE, KnownPlaces
 from serving.front.ownership_cache import Owner, OwnershipCache
 from serving.front.refusals import (
     ADAPTER_AWAY,
@@ -87,7 +87,7 @@ class TurnDispatcher:
         replicas: ReplicaCalls,
         controller: ControllerCalls,
         owners: OwnershipCache,
-        conversations: Conversations,
+        places: KnownPlaces,
         metrics: IngressMetrics,
         *,
         failover_timeout_s: float,
@@ -96,7 +96,7 @@ class TurnDispatcher:
         self._replicas = replicas
         self._controller = controller
         self._owners = owners
-        self._conversations = conversations
+        self._places = places
         self._metrics = metrics
         self._failover_timeout_s = failover_timeout_s
         self._traces = traces
@@ -271,7 +271,7 @@ class TurnDispatcher:
             with turn.trace.placing():
                 owner = await self._owner_for(call, deadline_s)
                 if owner is None:
-                    affinity = NOWHERE if failed else self._conversations.affinity(call)
+                    affinity = NOWHERE if failed else self._places.affinity(call)
                     replica_id, epoch = await self._replicas.pick(affinity, turn.without_adapter), None
                 else:
                     call = _unbound_if_older(call, turn, owner)
@@ -286,7 +286,7 @@ class TurnDispatcher:
                 first = await anext(stream)
                 refusal = first.error
                 if refusal is None:
-                    self._conversations.note(call, replica_id)
+                    self._places.note(call, replica_id)
                     if moved_s is not None:
                         self._metrics.found_moved(_now_s() - moved_s)
                     stack.push_async_exit(entered.pop_all())
@@ -338,7 +338,7 @@ class TurnDispatcher:
             return None
         preferred = None
         if session.create and self._owners.get(session.session_id) is None:
-            preferred = self._replicas.preferred(self._conversations.affinity(call))
+            preferred = self._replicas.preferred(self._places.affinity(call))
         opening = Opening(session.create, preferred, session.timeout_s)
         return await self._find(session.session_id, deadline_s, opening)
 
@@ -426,7 +426,7 @@ class TurnDispatcher:
         logger.warning("replica %s: %s%s", *_seen(gone), "; its sessions move" if ended else "")
         if ended:
             self._owners.forget_replica(gone.replica_id)
-            self._conversations.forget_replica(gone.replica_id)
+            self._places.forget_replica(gone.replica_id)
 
     async def _pause(self, deadline_s: float, reason: ErrorInfo) -> None:
         pause_s = LOG_PAUSE_S if reason.code in LOG_AWAY else RETRY_PAUSE_S

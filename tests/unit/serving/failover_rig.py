@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from controllers.cluster import Cluster
 from controllers.errors import ControllerError
-from serving.front.conversations import Affinity, Conversations
+from serving.front.known_places import Affinity, KnownPlaces
 from serving.front.ownership_cache import OwnershipCache
 from serving.front.replica_calls import ANY_REPLICA
 from serving.front.replica_gone import Loss as Seen
@@ -154,7 +154,7 @@ class Failover:
             self.replicas,
             self.controller,
             OwnershipCache(9),
-            Conversations(9),
+            KnownPlaces(9),
             self.metrics,
         )
         self.dispatcher = TurnDispatcher(*parts, failover_timeout_s=failover_timeout_s, traces=traces)

@@ -27,8 +27,8 @@ from controllers.session_keys import id_in, session_key, tenant_in
 from engine.api import EngineError, Finish, FinishReason
 from serving.front.api.sessions.trees import told_session
 from serving.front.cluster_watch import ClusterWatch
-from serving.front.conversations import Conversations
 from serving.front.http import create_http_app
+from serving.front.known_places import KnownPlaces
 from serving.front.replica_calls import ReplicaCalls
 from serving.front.replica_link import LinkTimes
 from serving.replica.replica import replica_figures
@@ -71,7 +71,7 @@ class LocalService:
         self.rig = rig
         self.metrics = IngressMetrics("front", METRIC_LABELS)
         self.metrics.read(_calls_of(rig).figures)
-        self.conversations = Conversations(1000)
+        self.places = KnownPlaces(1000)
         self.calls: list[TurnCall] = []
         self.ended = 0
         self.watchers = ClusterWatch(LocalSource(self), rig.tasks, MODEL)
@@ -86,7 +86,7 @@ class LocalService:
     @asynccontextmanager
     async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
         self.calls.append(call)
-        call = self.conversations.recognized(call)
+        call = self.places.recognized(call)
         epoch = None
         if call.session is not None:
             key = session_key(call.tenant, call.session.session_id)

@@ -40,7 +40,7 @@ class DispatchedService(LocalService):
         if call.session is not None:
             key = session_key(call.tenant, call.session.session_id)
             call = replace(call, session=replace(call.session, session_id=key))
-        async with self.failover.dispatcher.dispatch(self.conversations.recognized(call)) as events:
+        async with self.failover.dispatcher.dispatch(self.places.recognized(call)) as events:
             yield events
 
 

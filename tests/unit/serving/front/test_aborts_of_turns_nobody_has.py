@@ -12,7 +12,7 @@ import pytest
 
 from serving.front import dispatched_turn, turn_dispatch
 from serving.front.cluster_client import ClusterClient
-from serving.front.conversations import Conversations
+from serving.front.known_places import KnownPlaces
 from serving.front.ownership_cache import OwnershipCache
 from serving.front.turn_dispatch import TurnDispatcher
 from serving.watch.metrics import IngressMetrics
@@ -38,7 +38,7 @@ def other_ingress(served: Failover) -> ClusterClient:
         served.replicas,
         served.controller,
         OwnershipCache(9),
-        Conversations(9),
+        KnownPlaces(9),
         IngressMetrics("other"),
     )
     fields: dict[str, Any] = {
@@ -46,7 +46,7 @@ def other_ingress(served: Failover) -> ClusterClient:
         "replicas": served.replicas,
         "siblings": Siblings(served),
         "controller": served.controller,
-        "conversations": Conversations(9),
+        "places": KnownPlaces(9),
         "dispatcher": TurnDispatcher(*parts, failover_timeout_s=30.0),
         "metrics": parts[4],
         "settings": {},

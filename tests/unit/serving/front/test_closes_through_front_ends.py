@@ -12,7 +12,7 @@ import pytest
 from controllers.errors import ControllerError
 from serving.front import turn_dispatch
 from serving.front.cluster_client import ClusterClient
-from serving.front.conversations import Conversations
+from serving.front.known_places import KnownPlaces
 from serving.front.ownership_cache import Owner, OwnershipCache
 from serving.front.replica_gone import ReplicaGone, ReplicaLate
 from serving.front.turn_dispatch import TurnDispatcher
@@ -53,13 +53,13 @@ class OtherIngress:
         self.replicas = ClosingReplicas(served.replicas)
         owners, metrics = OwnershipCache(9), IngressMetrics("other")
         owners.put(key, Owner("a", 1))
-        parts: tuple[Any, ...] = (self.replicas, served.controller, owners, Conversations(9), metrics)
+        parts: tuple[Any, ...] = (self.replicas, served.controller, owners, KnownPlaces(9), metrics)
         fields: dict[str, Any] = {
             "model": None,
             "replicas": self.replicas,
             "siblings": None,
             "controller": served.controller,
-            "conversations": Conversations(9),
+            "places": KnownPlaces(9),
             "dispatcher": TurnDispatcher(*parts, failover_timeout_s=5.0),
             "metrics": metrics,
             "settings": {},

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from controllers.errors import Overloaded, TurnInFlight
 from engine.api import AdapterNotLoaded, LogprobParams, SamplingParams
-from serving.front.conversations import Conversations
+from serving.front.known_places import KnownPlaces
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import (
     ChatPrompt,
@@ -43,7 +43,7 @@ def asked(*texts: str, rules: bool = True, tenant: str = "", **fields: Any) -> T
 
 def durable(*texts: str, **fields: Any) -> SessionTurn | None:
     """The session in which a front end of its own runs such a turn."""
-    return Conversations(100, durable_timeout_s=TIMEOUT_S).recognized(asked(*texts, **fields)).session
+    return KnownPlaces(100, durable_timeout_s=TIMEOUT_S).recognized(asked(*texts, **fields)).session
 
 
 @pytest.mark.parametrize("rules", [True, False])
@@ -78,7 +78,7 @@ def test_what_is_kept_elsewhere_or_nowhere() -> None:
     assert durable("one", "answer", "two", logprobs=LogprobParams(output=True, input_start=0)) is None
     assert durable("one", "answer", "two", cache_salt="salt") is None
     assert durable("one", "answer", "two", may_be_kept=False) is None
-    unkept = Conversations(100).recognized(asked("one", "answer", "two"))
+    unkept = KnownPlaces(100).recognized(asked("one", "answer", "two"))
     assert unkept.session is None
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from controllers.errors import NoAnswer
 from controllers.records import ReplicaStatus
-from serving.front.conversations import NOWHERE, Affinity
+from serving.front.known_places import NOWHERE, Affinity
 from serving.front.membership import HOLDERS_LOAD, NEWCOMERS_LOAD, Membership
 
 

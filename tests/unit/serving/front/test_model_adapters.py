@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from serving.front.api.fields import adapter_of
-from serving.front.conversations import Conversations
 from serving.front.ingress import _model_info
+from serving.front.known_places import KnownPlaces
 from serving.settings.config import parse_args
 from serving.settings.strict_settings import SettingsError
 from serving.wire.turns import ChatPrompt, ModelInfo
@@ -145,8 +145,8 @@ async def test_a_refusal_of_a_replica_names_lora_path(
 
 def test_a_conversation_with_an_adapter_is_another_one() -> None:
     """A replica that has it with one adapter has nothing of it with another."""
-    conversations = Conversations(100, durable_timeout_s=60.0)
-    found = [conversations.recognized(asked("Hello", "Hi", "More", adapter=name)) for name in ("", "a", "b")]
+    places = KnownPlaces(100, durable_timeout_s=60.0)
+    found = [places.recognized(asked("Hello", "Hi", "More", adapter=name)) for name in ("", "a", "b")]
     places = []
     for call in found:
         assert isinstance(call.prompt, ChatPrompt)

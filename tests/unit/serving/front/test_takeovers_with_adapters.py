@@ -13,7 +13,7 @@ from controllers.records import ReplicaStatus
 from engine.api import AdapterNotLoaded
 from engine.engine import LocalEngine
 from serving.front import turn_dispatch
-from serving.front.conversations import Conversations
+from serving.front.known_places import KnownPlaces
 from serving.front.ownership_cache import OwnershipCache
 from serving.front.turn_dispatch import TurnDispatcher
 from serving.replica.link_server import Emit
@@ -114,7 +114,7 @@ async def over_links(*answers: TurnEvent) -> tuple[TurnEvent, list[str]]:
 
     async with running_link(serve) as rig:
         rig.listed = [ReplicaStatus(name, 100, 100, address=rig.address) for name in "rst"]
-        parts: tuple[Any, ...] = (rig.calls, rig, OwnershipCache(9), Conversations(9), IngressMetrics("i"))
+        parts: tuple[Any, ...] = (rig.calls, rig, OwnershipCache(9), KnownPlaces(9), IngressMetrics("i"))
         dispatcher = TurnDispatcher(*parts, failover_timeout_s=WAIT_S)
         try:
             async with dispatcher.dispatch(adapted()) as events:

@@ -11,7 +11,7 @@ import pytest
 from controllers.errors import NoReplica, SessionNotFound
 from controllers.records import Assignment
 from serving.front import turn_dispatch
-from serving.front.conversations import Conversations
+from serving.front.known_places import KnownPlaces
 from serving.front.ownership_cache import OwnershipCache
 from serving.front.replica_gone import ReplicaGone
 from serving.front.turn_dispatch import TurnDispatcher
@@ -74,7 +74,7 @@ def dispatcher(
     timeout_s: float = 5.0,
     metrics: IngressMetrics | None = None,
 ) -> TurnDispatcher:
-    parts: tuple[Any, ...] = (replicas, controller, OwnershipCache(9), Conversations(9))
+    parts: tuple[Any, ...] = (replicas, controller, OwnershipCache(9), KnownPlaces(9))
     return TurnDispatcher(*parts, metrics or IngressMetrics("i"), failover_timeout_s=timeout_s)
 
 

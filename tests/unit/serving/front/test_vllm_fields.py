@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.front.conversations import Conversations
 from serving.front.http import create_http_app
+from serving.front.known_places import KnownPlaces
 from tests.unit.serving.local_service import LocalService, client_of, local_client, local_service, small_text
 from tests.unit.serving.small_tokenizer import END_ID
 
@@ -292,7 +292,7 @@ async def test_a_salted_conversation_is_not_recognized(tmp_path: Path) -> None:
     async with local_client(tmp_path) as (client, service):
         await client.post(CHAT, json={"messages": [HELLO], "cache_salt": "a", "max_tokens": 1})
         await client.post(CHAT, json={"messages": [HELLO], "max_tokens": 1})
-    salted, plain = (Conversations(8).recognized(call).prompt for call in service.calls)
+    salted, plain = (KnownPlaces(8).recognized(call).prompt for call in service.calls)
     assert not salted.said  # type: ignore[union-attr]
     assert plain.said  # type: ignore[union-attr]
 

@@ -13,7 +13,7 @@ from transformers.utils import chat_template_utils
 from controllers.records import ForkOrder
 from engine.api import SamplingParams
 from engine.engine import LocalEngine
-from serving.front.conversations import Conversations
+from serving.front.known_places import KnownPlaces
 from serving.text.text import TextProcessor
 from serving.wire.turns import ChatPrompt, HistoryMode, ResumedTurn, SessionTurn, TurnCall, TurnEvent
 from tests.unit.engine.null_runner import null_generate
@@ -39,7 +39,7 @@ def chat(*texts: str, adapter: str) -> TurnCall:
     roles = ("user", "assistant")
     messages = tuple({"role": roles[at % 2], "content": text} for at, text in enumerate(texts))
     turn = TurnCall("r", ChatPrompt(messages), GREEDY, max_new_tokens=8, adapter=adapter)
-    return Conversations(100).recognized(turn)
+    return KnownPlaces(100).recognized(turn)
 
 
 async def test_a_session_keeps_its_kv_while_its_turns_name_the_same_adapter(rig: Rig) -> None:
@@ -171,7 +171,7 @@ async def test_a_session_changes_its_adapter_on_a_later_day(
     monkeypatch.setattr(chat_template_utils, "datetime", Calendar)
     template = "{{ strftime_now('%d %b %Y') }}\n" + CHATML
     text = TextProcessor(byte_level_tokenizer(template), vocab_size=VOCAB_SIZE, max_context_len=512)
-    front_end = Conversations(100)
+    front_end = KnownPlaces(100)
     async with running_rig(tmp_path, text=text) as rig:
         epoch = rig.open_session("s")
         messages: list[dict[str, str]] = []

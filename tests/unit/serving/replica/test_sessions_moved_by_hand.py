@@ -12,7 +12,7 @@ import pytest
 from controllers.errors import NoAnswer, StaleEpoch
 from controllers.records import ForkOrder
 from serving.front.cluster_client import ClusterClient
-from serving.front.conversations import Conversations
+from serving.front.known_places import KnownPlaces
 from serving.wire.calls import MoveSession
 from serving.wire.turns import MovedSession, ServiceError
 from tests.unit.engine.null_runner import null_generate
@@ -49,7 +49,7 @@ def client(served: Failover) -> ClusterClient:
         replicas=replicas,
         controller=controller,
         dispatcher=served.dispatcher,
-        conversations=Conversations(9),
+        places=KnownPlaces(9),
         metrics=served.metrics,
         settings={},
     )

@@ -59,7 +59,7 @@ class _Holder:
     gone: bool = False
 
 
-class Conversations:
+class KnownPlaces:
     """Which replica has which place, for the `capacity` places used last. `unnamed`: conversations without a session
     are recognized, too. `shared`: other front ends get turns of the same conversations. `durable_timeout_s`:
     conversations without a session are kept in the session log, with this idle timeout (None: they are not). Used on

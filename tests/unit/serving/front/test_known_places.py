@@ -8,14 +8,14 @@ import pytest
 from msgspec.structs import replace
 
 from engine.api import SamplingParams
-from serving.front.conversations import Conversations
+from serving.front.known_places import KnownPlaces
 from serving.wire.turns import ChatPrompt, SessionTurn, TextPrompt, TokenPrompt, TurnCall
 
 RULES = {"role": "system", "content": "Be short."}
 TOOL = {"type": "function", "function": {"name": "look"}}
 
 
-def call(front_end: Conversations, *texts: str, affinity_key: str = "", **prompt: Any) -> TurnCall:
+def call(front_end: KnownPlaces, *texts: str, affinity_key: str = "", **prompt: Any) -> TurnCall:
     """A turn of a conversation. After the rules, `texts` are questions and answers alternately."""
     roles = ("user", "assistant")
     said = [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
@@ -25,7 +25,7 @@ def call(front_end: Conversations, *texts: str, affinity_key: str = "", **prompt
 
 @pytest.mark.parametrize("prompt", [{}, {"tools": (TOOL,)}], ids=["plain", "tools"])
 def test_a_conversation_has_one_home_in_all_its_turns(prompt: dict[str, Any]) -> None:
-    first, second = Conversations(100, shared=True), Conversations(100, shared=True)
+    first, second = KnownPlaces(100, shared=True), KnownPlaces(100, shared=True)
     begins = first.affinity(call(first, "one", **prompt))
     assert (begins.holder, begins.goes_on) == (None, False)
     on = second.affinity(call(second, "one", "answer", "two", "answer", "three", **prompt))
@@ -35,23 +35,23 @@ def test_a_conversation_has_one_home_in_all_its_turns(prompt: dict[str, Any]) ->
 
 
 def test_a_long_conversation_keeps_its_home() -> None:
-    front_end = Conversations(100, shared=True)
+    front_end = KnownPlaces(100, shared=True)
     texts = [str(number) for number in range(2001)]
     assert front_end.affinity(call(front_end, *texts)).home == front_end.affinity(call(front_end, "0")).home
 
 
 def test_what_a_front_end_knows_itself_comes_first() -> None:
-    front_end = Conversations(100, shared=True)
+    front_end = KnownPlaces(100, shared=True)
     front_end.note(call(front_end, "one"), "a")
     assert front_end.affinity(call(front_end, "one", "answer", "two")).holder == "a"
     assert front_end.affinity(call(front_end, "other")).holder is None
-    alone = Conversations(100)
+    alone = KnownPlaces(100)
     alone.note(call(alone, "one"), "a")
     assert alone.affinity(call(alone, "other")) == ("a", None, False), "it has the rules"
 
 
 def test_calls_of_one_key_have_one_home() -> None:
-    front_end = Conversations(100)
+    front_end = KnownPlaces(100)
     one, other = (front_end.affinity(call(front_end, text, affinity_key="k")) for text in ("one", "other"))
     assert one.home == other.home is not None
     assert front_end.affinity(call(front_end, "one", affinity_key="l")).home != one.home
@@ -60,14 +60,14 @@ def test_calls_of_one_key_have_one_home() -> None:
 
 def test_a_key_only_says_where_a_new_conversation_goes() -> None:
     """Where a conversation is, or which session it is, does not follow from a key."""
-    front_end = Conversations(100, shared=True)
+    front_end = KnownPlaces(100, shared=True)
     asked = call(front_end, "one", affinity_key="k")
     assert front_end.affinity(asked).home != front_end.affinity(call(front_end, "one")).home
     front_end.note(call(front_end, "one", affinity_key="l"), "a")
     on = call(front_end, "one", "answer", "two", affinity_key="k")
     assert front_end.affinity(on).holder == "a"
     assert front_end.affinity(replace(on, session=SessionTurn("s"))) == front_end.affinity(on)
-    kept = Conversations(100, durable_timeout_s=60.0)
+    kept = KnownPlaces(100, durable_timeout_s=60.0)
     named = [call(kept, "one", "answer", "two", affinity_key=key).session for key in ("k", "l", "")]
     assert named[0] == named[1] == named[2] is not None
 
@@ -81,7 +81,7 @@ def test_plain_text_goes_where_its_beginning_was(kind: str) -> None:
         prompt = TokenPrompt(tuple(ids)) if kind == "tokens" else TextPrompt("".join(map("{:4}".format, ids)))
         return TurnCall("r", prompt, SamplingParams(), **fields)
 
-    front_end, other = Conversations(100, shared=True), Conversations(100, shared=True)
+    front_end, other = KnownPlaces(100, shared=True), KnownPlaces(100, shared=True)
     assert front_end.affinity(asked(20)) == (None, None, False), "too short to tell"
     begun = front_end.affinity(asked(1000))
     assert begun.holder is None
@@ -92,7 +92,7 @@ def test_plain_text_goes_where_its_beginning_was(kind: str) -> None:
     for differing in (asked(1100, begins=8), asked(1100, tenant="t"), asked(1100, adapter="a")):
         assert front_end.affinity(differing).holder is None
     assert other.affinity(asked(1100)) == (None, begun.home, False), "they look at the same one"
-    disabled = Conversations(100, unnamed=False)
+    disabled = KnownPlaces(100, unnamed=False)
     disabled.note(asked(1000), "a")
     assert disabled.affinity(asked(1100)).holder is None
 
@@ -104,7 +104,7 @@ def test_a_whole_conversation_that_is_stored_anew_goes_where_it_was() -> None:
         asked = replace(call(front_end, *texts), session=SessionTurn(session_id, create=True, mode="full"))
         return front_end.recognized(asked)
 
-    front_end = Conversations(100)
+    front_end = KnownPlaces(100)
     assert front_end.affinity(stored("s", "one")).holder is None
     front_end.note(stored("s", "one"), "a")
     on = stored("t", "one", "answer", "two")
@@ -119,7 +119,7 @@ def test_a_whole_conversation_that_is_stored_anew_goes_where_it_was() -> None:
 
 def test_a_conversation_that_is_kept_begins_where_it_would_be_without() -> None:
     """Its second turn may come through another front end than its first."""
-    kept, other = (Conversations(100, shared=True, durable_timeout_s=each) for each in (60.0, None))
+    kept, other = (KnownPlaces(100, shared=True, durable_timeout_s=each) for each in (60.0, None))
     second = call(kept, "one", "answer", "two")
     assert second.session is not None
     assert kept.affinity(second) == other.affinity(call(other, "one", "answer", "two"))
@@ -127,7 +127,7 @@ def test_a_conversation_that_is_kept_begins_where_it_would_be_without() -> None:
 
 
 def test_a_replica_that_is_gone_has_nothing_and_who_had_the_conversation_before_it_is_known() -> None:
-    front_end = Conversations(100)
+    front_end = KnownPlaces(100)
     front_end.note(call(front_end, "one", "answer", "two"), "a")
     front_end.note(call(front_end, "one", "answer", "two", "answer", "three"), "b")
     on = call(front_end, "one", "answer", "two", "answer", "three", "answer", "four")
