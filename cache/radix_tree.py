@@ -292,19 +292,20 @@ class RadixTree:
             yield node
 
     def _split(self, node: RadixNode, depth: int) -> RadixNode:
-        """Cuts `node` after `depth` tokens; returns the new upper part, which has the lower part's locks."""
+        """Cuts `node` after `depth` tokens; returns the new upper part, which has the lower part's locks. Both parts are
+        copies: a view would keep the whole alive for as long as one of them."""
         parent = node.parent
         assert parent is not None
         assert 0 < depth < len(node.tokens)
         num_upper = depth // self._page_size
-        upper = RadixNode(node.namespace, parent, node.tokens[:depth], node.pages[:num_upper])
+        upper = RadixNode(node.namespace, parent, node.tokens[:depth].copy(), node.pages[:num_upper].copy())
         upper.lock_count = node.lock_count
         upper.last_used = node.last_used
         parent.children[self._child_key(upper.tokens)] = upper
-        node.tokens = node.tokens[depth:]
-        node.pages = node.pages[num_upper:]
-        upper.window_pages = node.window_pages[:num_upper]
-        node.window_pages = node.window_pages[num_upper:]
+        node.tokens = node.tokens[depth:].copy()
+        node.pages = node.pages[num_upper:].copy()
+        upper.window_pages = node.window_pages[:num_upper].copy()
+        node.window_pages = node.window_pages[num_upper:].copy()
         node.parent = upper
         upper.children[self._child_key(node.tokens)] = node
         return upper

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from cache.pages import BooksError, PageArray
 from cache.prefix_cache import token_array
@@ -119,6 +120,23 @@ def test_split_by_unrelated_traffic_keeps_locks_exact() -> None:
     assert paged.counts() == (12, 0)
     assert len(paged.evict(100)) == 12
     assert paged.counts() == (0, 0)
+
+
+def test_what_is_left_of_a_split_prefix_keeps_no_more_alive_than_itself() -> None:
+    """The long rest of two prompts gives way, and the page that they began with stays in use."""
+    paged = PagedTree(4)
+    system = tokens_from(0, 4)
+    for first in (1000, 2000):
+        paged.insert(joined(system, tokens_from(first, 400)))
+    paged.lock(system)
+    assert all(array.base is None for node in paged.tree._nodes() for array in arrays_of(node))
+    paged.evict(200)
+    (left,) = paged.tree._nodes()
+    assert sum(array.nbytes for array in arrays_of(left)) == 4 * 4 + 2 * 4
+
+
+def arrays_of(node: RadixNode) -> list[NDArray[np.int32]]:
+    return [node.tokens, node.pages, node.window_pages]
 
 
 def test_unlocking_more_than_was_locked_is_an_error() -> None:
