@@ -49,9 +49,6 @@ class PageAllocator:
     def num_free(self) -> int:
         return self._num_free
 
-    def is_free(self, page: int) -> bool:
-        return bool(self._is_free[page])
-
     def free_pages(self) -> PageArray:
         return np.flatnonzero(np.frombuffer(self._is_free, dtype=np.bool_)).astype(np.int32)
 

@@ -279,14 +279,10 @@ class SessionAwareCache:
         self._inner.slide(kv, 0)
         self._park(session_id, kv, tokens)
 
-    def release(self, kv: SequenceKV) -> None:
-        """A request without session was aborted or retracted: its KV is gone."""
-        self._inner.release(kv)
-
     def give_back(self, kv: SequenceKV, session_id: str | None, tokens: Tokens, history_len: int) -> None:
         """An unfinished request gives up its KV; what its session had committed stays."""
         if session_id is None:
-            self.release(kv)
+            self._inner.release(kv)
         else:
             self.rollback_turn(session_id, kv, tokens, history_len)
 

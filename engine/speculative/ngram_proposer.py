@@ -56,11 +56,6 @@ class NgramProposer:
         self._idle: OrderedDict[str, _Session] = OrderedDict()  # by session id, least recently used first
         self._indexed_tokens = 0  # in idle sessions' indexes
 
-    @property
-    def indexed_tokens(self) -> int:
-        """Tokens in the indexes of idle sessions."""
-        return self._indexed_tokens
-
     def begin(self, request: LiveRequest) -> None:
         """Costs the tokens that are new to the index, or all of them if the index belongs to another history."""
         if request.request_id not in self._active:

@@ -56,7 +56,7 @@ def test_a_page_s_life_is_told_in_the_words_of_the_books() -> None:
     duplicate = int(twin.pages[1])
     books.sessions.cache_unfinished(twin, tokens)
     assert last(duplicate) == ("freed as a duplicate", Owner("b", "twin"))
-    books.sessions.release(twin)
+    books.prefixes.release(twin)
     books.sessions.release_session("a")
     assert last(first) == ("shared", Owner("a", "r")), "it is the tree's"
     books.sessions.flush()

@@ -26,7 +26,7 @@ def test_a_running_turn_is_demand_and_an_idle_session_is_none() -> None:
     assert pages(books) == 0
     kv = books.begin("a", tokens_from(0, 20))
     assert pages(books) == 4, "lent to its next turn"
-    books.sessions.release(kv)
+    books.prefixes.release(kv)
 
 
 def test_an_idle_session_is_no_demand_wherever_its_kv_is() -> None:
@@ -49,7 +49,7 @@ def test_what_running_turns_share_counts_once_and_what_idle_ones_share_not() -> 
         books.fill(kv, 13)
     assert pages(books) == 3 + 1 + 1
     for kv in running:
-        books.sessions.release(kv)
+        books.prefixes.release(kv)
     assert pages(books) == 0
 
 
@@ -117,7 +117,7 @@ def test_the_pool_with_less_room_counts() -> None:
     books.sessions.cache_unfinished(kv, tokens_from(0, 9))
     assert books.window_accounts().protected == 2
     assert books.sessions.demand.utilization(()) == 2 / 8, "shared pages are held all the same"
-    books.sessions.release(kv)
+    books.prefixes.release(kv)
     assert books.sessions.demand.utilization(()) == 0
 
 

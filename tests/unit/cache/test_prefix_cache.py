@@ -42,7 +42,7 @@ def test_begin_locks_the_prefix_and_release_returns_the_lock() -> None:
     assert counts(books) == (1, 3, 0)
     books.fill(kv, 18)
     assert counts(books) == (1, 3, 2)
-    books.sessions.release(kv)
+    books.prefixes.release(kv)
     assert (kv.num_pages, kv.allocated_len, kv.committed_len, kv.protected_len) == (0, 0, 0, 0)
     assert kv.node is None
     assert counts(books) == (4, 0, 0)
@@ -91,9 +91,9 @@ def test_two_equal_prompts_in_one_step_keep_one_copy() -> None:
     books.sessions.cache_unfinished(second, tokens)
     assert counts(books) == (0, 4, 0)
     assert second.pages.tolist() == first.pages.tolist()
-    books.sessions.release(first)
+    books.prefixes.release(first)
     assert counts(books) == (0, 4, 0), "still locked by the second"
-    books.sessions.release(second)
+    books.prefixes.release(second)
     books.assert_empty()
 
 
@@ -107,7 +107,7 @@ def test_a_longer_shared_prefix_keeps_the_tree_s_copy_of_the_middle() -> None:
     books.sessions.cache_unfinished(late, tokens)
     assert late.protected_len == 24
     assert counts(books) == (0, 6, 0)
-    books.sessions.release(late)
+    books.prefixes.release(late)
     books.assert_empty()
 
 
@@ -130,7 +130,7 @@ def test_shrink_keeps_lengths_locks_and_pages_together(target_len: int) -> None:
     pages = -(-expected // 4)
     protected = min(12, expected) // 4
     assert counts(books) == (3 - protected, protected, pages - protected)
-    books.sessions.release(kv)
+    books.prefixes.release(kv)
     books.assert_empty()
 
 
@@ -144,7 +144,7 @@ def test_shrink_into_the_protected_prefix_then_growing_writes_fresh_pages() -> N
     books.prefixes.shrink(kv, 10)
     books.fill(kv, 18)
     assert not shared & set(kv.private_pages.tolist())
-    books.sessions.release(kv)
+    books.prefixes.release(kv)
     books.assert_empty()
 
 
@@ -155,10 +155,10 @@ def test_the_tree_s_pages_outlive_the_sequence_that_computed_them() -> None:
     books.fill(kv, 13)
     books.sessions.cache_unfinished(kv, tokens)
     other = books.begin(None, tokens)
-    books.sessions.release(kv)
+    books.prefixes.release(kv)
     assert counts(books) == (0, 3, 0)
     assert other.pages.tolist() == books.prefixes._tree.path_pages(other.node).tolist()  # type: ignore[arg-type]
-    books.sessions.release(other)
+    books.prefixes.release(other)
     books.assert_empty()
 
 
@@ -174,7 +174,7 @@ def test_locks_taken_equal_locks_returned_after_others_split_the_node() -> None:
     books.prefixes.shrink(kv, 15)
     books.check()
     assert books.accounts().protected == 3
-    books.sessions.release(kv)
+    books.prefixes.release(kv)
     assert books.accounts().protected == 0
     books.assert_empty()
 
@@ -186,7 +186,7 @@ def test_evict_frees_what_is_unlocked_and_says_how_much() -> None:
     kv = books.begin(None, tokens)  # locks 12 of 16 tokens
     assert books.prefixes.evict(100) == 1
     assert books.prefixes.evict(100) == 0
-    books.sessions.release(kv)
+    books.prefixes.release(kv)
     books.assert_empty()
 
 
@@ -199,7 +199,7 @@ def test_without_prefix_cache_nothing_is_shared() -> None:
     books.fill(kv, 16)
     books.sessions.cache_unfinished(kv, tokens)
     assert (kv.protected_len, kv.node) == (0, None)
-    books.sessions.release(kv)
+    books.prefixes.release(kv)
     assert books.accounts().free == 32
 
 

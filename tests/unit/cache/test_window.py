@@ -41,7 +41,7 @@ def test_a_slide_frees_what_no_later_query_sees_and_nothing_else(page_size: int,
         assert books.window_accounts().in_flight == len(live)
         assert books.window.resumable(kv, length)
         assert books.window.resumable(kv, length - 1)
-    books.sessions.release(kv)
+    books.prefixes.release(kv)
     books.assert_empty()
 
 
@@ -81,7 +81,7 @@ def test_a_cut_below_the_window_ends_at_nothing_and_can_grow_again() -> None:
     books.check()
     assert (kv.committed_len, kv.num_pages, kv.window.num_pages) == (0, 0, 0)  # type: ignore[union-attr]
     books.fill(kv, 50, keep_len=0)
-    books.sessions.release(kv)
+    books.prefixes.release(kv)
     books.assert_empty()
 
 
@@ -139,9 +139,9 @@ def test_the_tree_takes_over_window_pages_and_others_begin_on_them() -> None:
     assert len(first.window.live()) == 2  # type: ignore[union-attr]
     accounts = books.window_accounts()
     assert (accounts.cached, accounts.protected) == (8, 2)
-    books.sessions.release(first)
+    books.prefixes.release(first)
     assert books.window_accounts().protected == 2, "held by the second"
-    books.sessions.release(second)
+    books.prefixes.release(second)
     assert books.window_accounts().protected == 0
     books.assert_empty()
 
@@ -159,8 +159,8 @@ def test_a_duplicate_is_given_up_for_the_tree_s_page() -> None:
     accounts = books.window_accounts()
     assert (accounts.protected, accounts.in_flight) == (4, 0)
     assert first.window.pages.tolist() == second.window.pages.tolist()  # type: ignore[union-attr]
-    books.sessions.release(first)
-    books.sessions.release(second)
+    books.prefixes.release(first)
+    books.prefixes.release(second)
     books.assert_empty()
 
 

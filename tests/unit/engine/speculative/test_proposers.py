@@ -91,7 +91,7 @@ def test_rollback_leaves_no_trace() -> None:
     ngrams.begin(failed)
     accept(failed, [6, 7])
     ngrams.rollback(failed)
-    assert ngrams.indexed_tokens == len(history)
+    assert ngrams._indexed_tokens == len(history)
     again = live([8, *PHRASE[:3]], history)
     ngrams.begin(again)
     assert ngrams.propose(again, 8) == NOTHING
@@ -167,14 +167,14 @@ def test_state_is_bounded_and_forgotten() -> None:
     ngrams = proposer(most_indexed_tokens=100)
     for number in range(10):
         turn(ngrams, live(list(range(30)), session=f"s{number}", name=f"r{number}"), [])
-    assert ngrams.indexed_tokens == 90  # of the last three sessions
+    assert ngrams._indexed_tokens == 90  # of the last three sessions
     turn(ngrams, live(list(range(30)), session=None), [])
-    assert ngrams.indexed_tokens == 90
+    assert ngrams._indexed_tokens == 90
     ngrams.forget("s9")
     ngrams.forget("never seen")
-    assert ngrams.indexed_tokens == 60
+    assert ngrams._indexed_tokens == 60
     turn(ngrams, live(list(range(500)), session="long"), [])
-    assert ngrams.indexed_tokens == 0
+    assert ngrams._indexed_tokens == 0
     ngrams.commit(live([1]))  # was never admitted
     ngrams.rollback(live([1]))
 
