@@ -229,17 +229,16 @@ class PrefixCache:
         kv.move_to(account)
         self._in_flight.remove(kv)
 
-    def evict(self, num_pages: int) -> int:
-        """Frees at least `num_pages` evictable pages if there are that many; returns how many were freed."""
+    def evict(self, num_pages: int) -> PageNeed:
+        """Frees at least `num_pages` evictable pages of the full pool if there are that many; returns how many were
+        freed in each pool."""
         pages, window_pages = self._tree.evict(num_pages)
         self.allocator.free(pages, operation="evicted")
-        if self.window is not None:
-            self.window.disown(window_pages)
-        return len(pages)
+        return PageNeed(len(pages), 0 if self.window is None else self.window.disown(window_pages))
 
     def evict_window(self, num_pages: int) -> int:
         """The same in the window pool; the prefixes keep their pages of the full pool."""
-        return self.window.evict(self._tree, num_pages) if self.window is not None else 0
+        return 0 if self.window is None else self.window.evict(self._tree, num_pages)
 
     def claims(self) -> Iterator[Claim]:
         """Every page of the full pool under its account, except those of parked sequences."""

@@ -95,7 +95,7 @@ class SessionAwareCache:
         self.tiers = SessionTiers(inner, self._slots, self._account, sizes or TierSizes(), clock)
         self.books = SessionAuditor(inner, self._slots, self._account, self.tiers)
         self.demand = KVDemand(inner, self._slots, self.tiers.lost, self.need)
-        self.num_evicted_pages = 0
+        self.evicted = NO_PAGES  # cached pages dropped to make room, since the start
 
     @property
     def page_size(self) -> int:
@@ -459,21 +459,20 @@ class SessionAwareCache:
         pool = self._inner.window
         return full - self._inner.num_free, window - pool.num_free if pool is not None else 0
 
-    def _evict(self, full: int, window: int) -> int:
-        """Evicts cached prefixes if pages are missing; returns how many pages that freed."""
-        missing, missing_window = self._missing(full, window)
-        evicted = 0
-        # The search walks over all nodes of the tree.
+    def _evict(self, full: int, window: int) -> bool:
+        """Evicts cached prefixes if pages are missing. False: that freed none."""
+        evicted = NO_PAGES
+        # Each search walks over all nodes of the tree.
+        missing, _ = self._missing(full, window)
         if missing > 0 and self._inner.cached_pages:
             evicted += self._inner.evict(max(missing, self.num_pages // EVICTION_SHARE))
-        if missing_window > 0:
-            assert self._inner.window is not None
-            if not self._inner.window.cached_pages:
-                return evicted
-            share = self._inner.window.num_pages // EVICTION_SHARE
-            evicted += self._inner.evict_window(max(missing_window, share))
-        self.num_evicted_pages += evicted
-        return evicted
+        _, missing = self._missing(full, window)
+        pool = self._inner.window
+        if pool is not None and missing > 0 and pool.cached_pages:
+            num_pages = max(missing, pool.num_pages // EVICTION_SHARE)
+            evicted += PageNeed(0, self._inner.evict_window(num_pages))
+        self.evicted += evicted
+        return evicted != NO_PAGES
 
     def _window_can_begin(self, match: CacheMatch, needed: int, idle: int) -> bool:
         """`can_begin` for the window pool. Shared pages of idle sessions are not counted, so it may say no where there

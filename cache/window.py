@@ -153,20 +153,20 @@ class WindowPool:
                 self._adopt(page)
                 self._allocator.journal.note(page, "shared", kv.owner)
 
-    def disown(self, pages: PageArray) -> None:
-        """Frees pages evicted from the tree. Raises BooksError if a sequence still holds one."""
+    def disown(self, pages: PageArray) -> int:
+        """Frees pages evicted from the tree, GONE among them; returns how many. Raises BooksError if a sequence still
+        holds one."""
         pages = pages[pages != GONE]
         if self._holders[pages].any():
             raise BooksError(f"window pages {pages[self._holders[pages] > 0].tolist()} evicted while held")
         self._in_tree[pages] = False
         self._num_in_tree -= len(pages)
         self._allocator.free(pages, operation="evicted")
+        return len(pages)
 
     def evict(self, tree: RadixTree, num_pages: int) -> int:
         """Frees at least `num_pages` of the tree's unheld window pages if there are that many; returns how many."""
-        pages = tree.strip_window(num_pages, self._holders == 0)
-        self.disown(pages)
-        return len(pages)
+        return self.disown(tree.strip_window(num_pages, self._holders == 0))
 
     def claims(self) -> Iterator[tuple[str, PageArray]]:
         """Free pages and the tree's, each under its account."""

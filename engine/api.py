@@ -301,6 +301,7 @@ class EngineStats:
     tokens. `kv_utilization` is what turns use and lack of the pools, as a share of them; above 1 there is not enough
     for all. Demotions are of idle sessions: to host memory, from there to disk, or dropped to the token log.
     `disk_failures` counts failed writes to disk, after which the session stays in host memory, and failed reads.
+    Evicted pages, of each pool, are cached ones that were dropped to make room.
     Everything from `steps` on counts since start.
     """
 
@@ -325,6 +326,7 @@ class EngineStats:
     promotions_from_disk: int
     disk_failures: int
     evicted_pages: int
+    evicted_window_pages: int
     generated_tokens: int
     prefill_tokens: int
     cached_tokens: int

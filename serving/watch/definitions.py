@@ -86,7 +86,7 @@ MEMORY = (
     gauge(REPLICA, "disk_kv_budget_bytes", "bytes", "Disk space that the KV of idle sessions may use."),
     gauge(REPLICA, "disk_sessions", "sessions", "Idle sessions whose KV is on disk."),
     counter(REPLICA, "disk_failures", "operations", "Failed writes and reads of KV on disk."),
-    counter(REPLICA, "evicted_pages", "pages", "Cached pages dropped to make room."),
+    counter(REPLICA, "evicted_pages", "pages", "Cached pages dropped to make room.", "pool"),
     counter(
         REPLICA,
         "demotions",

@@ -26,7 +26,6 @@ READ: Mapping[str, Callable[[EngineStats], float]] = MappingProxyType(
         "kedge_engine_steps": lambda s: s.steps,
         "kedge_retractions": lambda s: s.retractions,
         "kedge_disk_failures": lambda s: s.disk_failures,
-        "kedge_evicted_pages": lambda s: s.evicted_pages,
         "kedge_generated_tokens": lambda s: s.generated_tokens,
         "kedge_prefill_tokens": lambda s: s.prefill_tokens,
         "kedge_cached_tokens": lambda s: s.cached_tokens,
@@ -43,6 +42,8 @@ def engine_figures(stats: EngineStats) -> Iterator[Figure]:
         yield Figure("kedge_kv_pool_pages", pages.total, (pool,))
         for account, count in pages_by_account(pages).items():
             yield Figure("kedge_kv_pages", count, (pool, account))
+        evicted = stats.evicted_pages if pool == "full" else stats.evicted_window_pages
+        yield Figure("kedge_evicted_pages", evicted, (pool,))
     for tier, count in (
         ("host", stats.demotions_to_host),
         ("disk", stats.demotions_to_disk),

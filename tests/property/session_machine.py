@@ -127,7 +127,7 @@ class SessionMachine(RuleBasedStateMachine):
             events_seen["demotion to the disk"] += tiers.num_to_disk
             events_seen["promotion from the host"] += tiers.num_from_host
             events_seen["promotion from the disk"] += tiers.num_from_disk
-            events_seen["page evicted under pressure"] += self.world.driver.cache.num_evicted_pages
+            events_seen["page evicted under pressure"] += self.world.driver.cache.evicted.full
             events_seen["draft token"] += counters.draft_tokens
             events_seen["accepted draft token"] += counters.accepted_draft_tokens
             batches = self.world.driver.batches

@@ -168,7 +168,7 @@ MEMORY = Board(
                     "ops",
                     (
                         Query(rate("kedge_retractions_total"), "retractions"),
-                        Query(rate("kedge_evicted_pages_total"), "evicted pages"),
+                        Query(rate("kedge_evicted_pages_total", by="pool"), "evicted pages ({{pool}})"),
                     ),
                 ),
                 Panel(

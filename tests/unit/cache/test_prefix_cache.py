@@ -7,6 +7,7 @@ import pytest
 from cache.pages import BooksError, PageAllocator
 from cache.prefix_cache import PrefixCache
 from cache.sequence_kv import PageAccount, SequenceKV
+from cache.tiers import PageNeed
 from tests.unit.cache.books import PAGE_SIZES, Books, joined, no_chain, tokens_from
 
 
@@ -184,8 +185,8 @@ def test_evict_frees_what_is_unlocked_and_says_how_much() -> None:
     tokens = tokens_from(0, 16)
     books.run_plain(tokens)
     kv = books.begin(None, tokens)  # locks 12 of 16 tokens
-    assert books.prefixes.evict(100) == 1
-    assert books.prefixes.evict(100) == 0
+    assert books.prefixes.evict(100) == PageNeed(1)
+    assert books.prefixes.evict(100) == PageNeed(0)
     books.prefixes.release(kv)
     books.assert_empty()
 

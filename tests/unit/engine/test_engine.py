@@ -284,7 +284,7 @@ def test_a_dead_loop_answers_everyone_even_when_no_account_can_be_settled(
         raise BooksError("the books are on fire")
 
     monkeypatch.setattr(rig.engine._cache.books, "check", broken)
-    for name in ("extend", "release", "rollback_turn", "finish_turn", "release_session"):
+    for name in ("extend", "give_back", "finish", "finish_turn", "release_session"):
         monkeypatch.setattr(rig.engine._cache, name, broken)
     futures: list[Future[Any]] = [rig.engine.close_session("a"), rig.engine.session_kv_tokens()]
     rig.submit(request("late", [4], 3))

@@ -34,6 +34,7 @@ def stats(*, window: PageAccounts | None = None, **pages: int) -> EngineStats:
         promotions_from_disk=2,
         disk_failures=6,
         evicted_pages=7,
+        evicted_window_pages=5,
         generated_tokens=400,
         prefill_tokens=900,
         cached_tokens=800,
@@ -97,6 +98,8 @@ def test_the_window_pool_has_books_of_its_own() -> None:
     for pool in ("full", "window"):
         assert found["kedge_kv_pages", (("account", "leaked"), ("pool", pool), ("replica", "a"))] == 1
     assert found["kedge_kv_pool_pages", (("pool", "window"), ("replica", "a"))] == 5
+    assert found["kedge_evicted_pages_total", (("pool", "full"), ("replica", "a"))] == 7
+    assert found["kedge_evicted_pages_total", (("pool", "window"), ("replica", "a"))] == 5
 
 
 def test_a_turns_times_and_tokens() -> None:
