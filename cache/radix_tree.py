@@ -292,8 +292,8 @@ class RadixTree:
             yield node
 
     def _split(self, node: RadixNode, depth: int) -> RadixNode:
-        """Cuts `node` after `depth` tokens; returns the new upper part, which has the lower part's locks. Both parts are
-        copies: a view would keep the whole alive for as long as one of them."""
+        """Cuts `node` after `depth` tokens; returns the new upper part, which has the lower part's locks. Both parts
+        are copies: a view would keep the whole alive for as long as one of them."""
         parent = node.parent
         assert parent is not None
         assert 0 < depth < len(node.tokens)

@@ -48,6 +48,7 @@ class SessionTiers:
         self._keys = count(1)
         self._copies: dict[int, StoredKV] = {}
         self._write: tuple[StoredKV, StoredKV] | None = None  # the host's entry and the disk's
+        self._write_is_due = False  # one was put off by the disk's pause
         self._orphans: dict[int, SequenceKV] = {}  # KV being loaded for a session that is gone
         self._orders: list[CopyOrder] = []
         self.num_changes = 0  # copies to or from the device that ended, sessions whose KV was dropped
@@ -99,7 +100,10 @@ class SessionTiers:
         return full, window
 
     def take_orders(self) -> list[CopyOrder]:
-        """Orders since the last call. The runner must carry them out in sequence, before the next step."""
+        """Orders since the last call. The runner must carry them out in sequence, before the next step. A write that
+        the disk's pause has put off is ordered once the pause is over."""
+        if self._write_is_due:
+            self._spill()
         orders, self._orders = self._orders, []
         return orders
 
@@ -182,13 +186,13 @@ class SessionTiers:
             self._inner.release(slot.kv)
         self._drop_entry(slot)
 
-    def copy_done(self, key: int, *, failed: bool = False) -> None:
+    def copy_done(self, key: int, *, failed: bool = False, disk_full: bool = False) -> None:
         """Takes the runner's answer to a SAVE, SPILL or LOAD. KV that a SAVE or LOAD failed to copy is computed again
-        from the token log."""
+        from the token log. `disk_full`: it failed since the disk had no space left."""
         if key in self._copies:
             self._copied(self._copies.pop(key), failed=failed)
         else:
-            self._written(failed=failed)
+            self._written(failed=failed, disk_full=disk_full)
         self._spill()
 
     def _copied(self, entry: StoredKV, *, failed: bool) -> None:
@@ -220,9 +224,10 @@ class SessionTiers:
             self.num_from_disk += entry.on_disk
             self.num_from_host += not entry.on_disk
 
-    def _written(self, *, failed: bool) -> None:
+    def _written(self, *, failed: bool, disk_full: bool) -> None:
         """The SPILL has ended. Its result is dropped if it failed, or if the session is gone or on its way back to the
-        device. The host's copy is then kept as it is."""
+        device. The host's copy is then kept as it is. If the disk is full before its budget is, those longest there
+        make room for the next try."""
         assert self._write is not None
         (source, entry), self._write = self._write, None
         entry.saved = not failed
@@ -235,6 +240,8 @@ class SessionTiers:
         slot = self._slots.get(source.session_id) if source.wanted else None
         if failed or slot is None or slot.state is not SlotState.STORED:
             self._drop(entry)
+            if disk_full:
+                self._give_up_longest(self._disk, entry.num_bytes)
             return
         self._drop_entry(slot)
         slot.entry = entry
@@ -253,9 +260,12 @@ class SessionTiers:
         self.num_to_log += 1
 
     def _make_room(self, tier: Tier, num_bytes: int) -> bool:
-        """Drops the sessions that have been in the tier longest, unless their turns wait. False, and none dropped, if
-        that is not enough."""
-        missing = tier.missing_bytes(num_bytes)
+        """Frees what `num_bytes` more need of the tier's budget. False, and nothing changed, if that cannot be."""
+        return self._give_up_longest(tier, tier.missing_bytes(num_bytes))
+
+    def _give_up_longest(self, tier: Tier, missing: int) -> bool:
+        """Drops the sessions that have been in the tier longest, unless their turns wait, until `missing` bytes are
+        free. False, and none dropped, if that is not enough."""
         victims: list[str] = []
         for entry in tier.settled():
             if missing <= 0:
@@ -279,10 +289,13 @@ class SessionTiers:
         self.num_to_log += 1
 
     def _spill(self) -> None:
-        """Starts to write the session that has been on the host longest to disk, unless the spare part of the host's
-        budget is free or will be. One at a time: the next session may be wanted, or gone, by then. None is written
-        while the disk is paused."""
-        if self._write is not None or not self._disk.budget_bytes or self._disk_pause.under_way:
+        """Starts to write the session that has been on the host longest, of those that the disk could hold, unless the
+        spare part of the host's budget is free or will be. One at a time: the next session may be wanted, or gone, by
+        then. None is written while the disk is paused; that is made up for by `take_orders`."""
+        if self._write is not None or not self._disk.budget_bytes:
+            return
+        self._write_is_due = self._disk_pause.under_way
+        if self._write_is_due:
             return
         missing = self._host.missing_bytes(self._spare_bytes)
         missing -= sum(
@@ -290,8 +303,7 @@ class SessionTiers:
         )
         if missing <= 0:
             return
-        waiting = self._slots.is_expected
-        source = next((entry for entry in self._host.settled() if not waiting(entry.session_id)), None)
+        source = next(filter(self._may_be_written, self._host.settled()), None)
         if source is None or not self._make_room(self._disk, source.num_bytes):
             return
         entry = replace(source, key=next(self._keys), on_disk=True, saved=False)
@@ -300,6 +312,9 @@ class SessionTiers:
         entry.copies += 1
         self._write = source, entry
         self._orders.append(CopyOrder(CopyKind.SPILL, entry.key, source=source.key))
+
+    def _may_be_written(self, entry: StoredKV) -> bool:
+        return entry.num_bytes <= self._disk.budget_bytes and not self._slots.is_expected(entry.session_id)
 
     def _copy(self, entry: StoredKV, order: CopyOrder) -> None:
         entry.copies += 1

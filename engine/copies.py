@@ -3,6 +3,7 @@ steps."""
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,6 +16,8 @@ from engine.api import EngineStopped
 from engine.runner.protocol import Runner
 
 _logger = logging.getLogger("kedge.engine")
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Copies:
@@ -56,7 +59,8 @@ class Copies:
         """Tells the cache, and logs errors. A failing disk may fail for every session: that is logged once, then only
         counted."""
         failures = self._tiers.num_disk_failures
-        self._tiers.copy_done(key, failed=error is not None)
+        disk_full = isinstance(error, OSError) and error.errno in _NO_SPACE
+        self._tiers.copy_done(key, failed=error is not None, disk_full=disk_full)
         if error is None:
             return
         if self._tiers.num_disk_failures == failures:

@@ -130,6 +130,7 @@ class Follower:
 
     def _copied(self, number: int, copy: Future[None]) -> None:
         error = copy.exception()
-        answer = packed(DONE, number, None if error is None else f"{type(error).__name__}: {error}")
+        reason = None if error is None else f"{type(error).__name__}: {error}"
+        answer = packed(DONE, number, reason, error.errno if isinstance(error, OSError) else None)
         with self._sending:
             self._link.send(answer)

@@ -18,7 +18,8 @@ LAUNCH, SAVE, SPILL, LOAD, DROP, CLONE, CLOSE = range(7)
 (CLOSE,)."""
 
 READY, DONE, FAILED = range(3)
-"""Answers: (READY, facts), (DONE, number of the command, error or None), (FAILED, reason)."""
+"""Answers: (READY, facts), (DONE, number of the command, error or None, its errno or None),
+(FAILED, reason)."""
 
 
 class RanksLost(RunnerLost):

@@ -130,13 +130,15 @@ class LinkedFollower:
             reason = str(error)
         self._end(f"rank {self._rank} is gone: {reason}")
 
-    def _answered(self, number: int, error: str | None) -> None:
+    def _answered(self, number: int, error: str | None, code: int | None) -> None:
         with self._lock:
             answer = self._asked.pop(number)
         if error is None:
             answer.set_result(None)
-        else:
+        elif code is None:
             answer.set_exception(RuntimeError(f"rank {self._rank}: {error}"))
+        else:
+            answer.set_exception(OSError(code, f"rank {self._rank}: {error}"))
 
     def _end(self, reason: str) -> None:
         with self._lock:

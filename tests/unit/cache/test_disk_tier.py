@@ -216,9 +216,15 @@ def test_a_failed_write_leaves_the_copy_of_the_host() -> None:
 
 
 def write_after(books: Books, name: str) -> CopyOrder | None:
-    """Puts one more session on the full host. Returns the order that this causes to write a session to disk, if any."""
-    saved(books, name)
-    return next((order for order in books.take_orders() if order.kind is SPILL), None)
+    """Puts one more session on the full host. Returns the order to write a session to disk that was given by then, if
+    any."""
+    books.run_turn(name, tokens_from(1000 * ord(name[0]), 15))
+    books.tiers.demote(books.slot(name))
+    orders = books.take_orders()
+    (save,) = [order for order in orders if order.kind is SAVE]
+    books.tiers.copy_done(save.key)
+    orders += books.take_orders()
+    return next((order for order in orders if order.kind is SPILL), None)
 
 
 def test_a_failing_disk_is_left_alone_for_longer_each_time() -> None:
@@ -241,6 +247,63 @@ def test_a_failing_disk_is_left_alone_for_longer_each_time() -> None:
     books.tiers.copy_done(write.key, failed=True)
     books.clock.advance(1)
     assert write_after(books, next(names)) is not None, "and the pauses begin anew"
+
+
+def test_a_write_that_failed_is_tried_again_once_the_pause_is_over_though_no_copy_ends() -> None:
+    books = books_of()
+    write = being_written(books)
+    books.tiers.copy_done(write.key, failed=True)
+    assert books.take_orders() == []
+    books.clock.advance(1)
+    (again,) = books.take_orders()
+    assert (again.kind, again.source) == (SPILL, write.source)
+    books.tiers.copy_done(again.key)
+    assert on_disk(books, "a")
+
+
+def test_who_is_longest_on_a_disk_makes_room_if_there_is_less_space_than_its_budget() -> None:
+    """The disk has space for two sessions, its budget for four."""
+    books = books_of()
+    names = iter("abcdefghijkl")
+    saved(books, next(names))
+    for _ in range(8):
+        write = write_after(books, next(names))
+        if write is None:
+            books.clock.advance(1)
+            (write,) = books.take_orders()
+        if books.disk.sessions <= 2:
+            books.tiers.copy_done(write.key)
+            continue
+        (oldest, *_) = (entry.session_id for entry in books.tiers._disk.settled())
+        books.tiers.copy_done(write.key, failed=True, disk_full=True)
+        books.check()
+        assert oldest not in books.sessions.held_tokens()
+        assert books.disk.sessions == 1
+    assert books.tiers.num_disk_failures >= 3
+    assert books.tiers.num_to_disk >= 4
+
+
+def test_sessions_whose_turns_wait_stay_on_a_disk_without_space() -> None:
+    books = books_of()
+    written(books)
+    books.sessions.expect("a", (0, 0))
+    write = write_after(books, "c")
+    assert write is not None
+    books.tiers.copy_done(write.key, failed=True, disk_full=True)
+    books.check()
+    assert on_disk(books, "a")
+
+
+def test_a_session_that_the_disk_could_never_hold_keeps_no_other_off_it() -> None:
+    books = books_of(num_pages=64, host_pages=16, disk_pages=8)
+    books.run_turn("big", tokens_from(0, 40))
+    books.tiers.demote(books.slot("big"))
+    assert books.end_copies() == [SAVE]
+    saved(books, "a")
+    assert [order.kind for order in books.take_orders()] == [SPILL]
+    assert books.tiers._write is not None
+    assert books.tiers._write[0].session_id == "a"
+    assert not on_disk(books, "big")
 
 
 def test_nobody_is_written_to_a_disk_that_has_just_failed_to_read() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from concurrent.futures import Future
 
 import pytest
@@ -107,6 +108,35 @@ def test_a_disk_that_fails_costs_time_not_tokens_and_is_logged_once(
     )
     assert stats.promotions_from_disk == 0
     assert caplog.text.count("No space left on device") == 1
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_with_less_space_than_its_budget_drops_who_is_longest_there(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ManualClock()
+    with running(num_pages=12, host_pages=32, disk_pages=400, clock=clock) as rig:
+        spill = rig.runner.spill
+
+        def full(source: int, key: int) -> Future[None]:
+            if len(rig.runner._spilled) < 3:
+                return spill(source, key)
+            future: Future[None] = Future()
+            future.set_exception(OSError(code, "no space"))
+            return future
+
+        monkeypatch.setattr(rig.runner, "spill", full)
+        names = [f"s{number}" for number in range(24)]
+        for number, name in enumerate(names):
+            clock.advance(LONGEST_PAUSE_S)
+            first_turn(rig, name, 1 + 3 * number)
+        places = rig.engine.session_places(names).result(WAIT_S)
+        rig.engine.stop(WAIT_S)
+        stats = rig.engine.stats()
+    there = [name for name in names if name in places and places[name].tier == "disk"]
+    assert 1 <= len(there) <= 3
+    assert not {*there} & {*names[:8]}, "the first ones made room"
+    assert stats.disk_failures >= 2
 
 
 def test_fork_through_the_engine() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 import time
@@ -150,7 +151,7 @@ class FullDisk(RecordingRunner):
         if key != 2:
             return super().spill(source, key)
         failed: Future[None] = Future()
-        failed.set_exception(OSError("disk full"))
+        failed.set_exception(OSError(errno.ENOSPC, "disk full"))
         return failed
 
 
@@ -160,8 +161,9 @@ def test_a_spill_that_fails_on_one_rank_leaves_nothing_on_the_others_disks(bad: 
     with led(ranks[0], *ranks[1:]) as (leading, team, _):
         leading.launch(ScheduledBatch([item([5, 6, 7])])).result()
         leading.save(1, pages(0)).result(WAIT_S)
-        with pytest.raises(Exception, match="disk full"):
+        with pytest.raises(OSError, match="disk full") as fault:
             leading.spill(1, 2).result(WAIT_S)
+        assert fault.value.errno == errno.ENOSPC, "the cache makes room for the next try"
         leading.spill(1, 3).result(WAIT_S)
         leading.drop(1)
         assert team.failure is None
