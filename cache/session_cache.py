@@ -39,7 +39,7 @@ class Room(Enum):
     """The result of a request for pages."""
 
     READY = auto()
-    WAIT = auto()  # copies in flight will free pages, or bring what was asked for
+    WAIT = auto()  # copies in flight will free pages
     SHORT = auto()  # only retracting a running request would free pages
 
 
@@ -379,7 +379,7 @@ class SessionAwareCache:
         """What a turn can reuse of its session's slot. None: nothing."""
         contents = slot.contents
         assert contents is not None
-        if contents.namespace != namespace:
+        if contents.namespace != namespace or self.tiers.is_out_of_reach(slot):
             return None
         usable = min(history.agreed_len(contents.chain), max_len)
         if slot.state in (SlotState.STORED, SlotState.LOADING):
@@ -452,7 +452,7 @@ class SessionAwareCache:
                 if victim is not None:
                     self.tiers.demote(victim)
                     continue
-            return Room.WAIT if self.tiers.copies_in_flight else Room.SHORT
+            return Room.WAIT if self.tiers.will_free else Room.SHORT
         return Room.READY
 
     def _missing(self, full: int, window: int) -> tuple[int, int]:

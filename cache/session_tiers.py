@@ -9,6 +9,7 @@ from itertools import count
 
 from cache.audit import TierAccounts
 from cache.disk_pause import DiskPause
+from cache.disk_reads import DiskReads
 from cache.lost_kv import LostKV
 from cache.prefix_cache import PrefixCache
 from cache.sequence_kv import PageAccount, SequenceKV, pages_for
@@ -25,7 +26,8 @@ class SessionTiers:
 
     Nothing ever waits for room on the host or disk: KV that finds none is dropped at once. So the sessions that have
     been on the host longest are written to disk before others need their room. A copy that is no longer wanted runs to
-    its end; what it holds is given back then.
+    its end; what it holds is given back then. That is so for reads from a disk that hangs, too: their pages stay taken,
+    but nobody waits for them.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class SessionTiers:
         self._disk = Tier("disk", sizes.disk_bytes)
         self._spare_bytes = sizes.host_bytes // SPARE_PART
         self._disk_pause = DiskPause(clock)
+        self.reads = DiskReads(clock)
         self._keys = count(1)
         self._copies: dict[int, StoredKV] = {}
         self._write: tuple[StoredKV, StoredKV] | None = None  # the host's entry and the disk's
@@ -63,6 +66,20 @@ class SessionTiers:
     def copies_in_flight(self) -> int:
         """Copies that fill device pages, or after which device pages are freed."""
         return len(self._copies)
+
+    @property
+    def copies_awaited(self) -> int:
+        """Those of them that will end: reads from a disk that hangs may not."""
+        return len(self._copies) - (self.reads.count if self.reads.hangs else 0)
+
+    @property
+    def will_free(self) -> bool:
+        """Whether pages are free when a copy between device and host ends. Of reads from disk, which may take long,
+        nothing is expected."""
+        return any(
+            not entry.on_disk and (key in self._orphans or self._is_saved(entry))
+            for key, entry in self._copies.items()
+        )
 
     @property
     def writing(self) -> bool:
@@ -89,14 +106,18 @@ class SessionTiers:
         return [*self._host.mismatches(), *self._disk.mismatches(), *stray]
 
     def moving_pages(self, state: SlotState) -> tuple[int, int]:
-        """Private pages, in each pool, of sessions being saved (the pages will be free) or being loaded."""
+        """Private pages, in each pool, of sessions being saved (the pages will be free), or being loaded (with what is
+        read from disk for nobody)."""
         full = window = 0
-        for entry in self._copies.values():
+        for key, entry in self._copies.items():
             slot = self._slots.get(entry.session_id)
-            if slot is not None and slot.entry is entry and slot.state is state and slot.kv is not None:
-                full += slot.kv.num_private_pages
-                if slot.kv.window is not None:
-                    window += slot.kv.window.num_private(slot.kv.num_protected_pages)
+            kv = slot.kv if slot is not None and slot.entry is entry and slot.state is state else None
+            if kv is None and entry.on_disk and state is SlotState.LOADING:
+                kv = self._orphans.get(key)
+            if kv is not None:
+                full += kv.num_private_pages
+                if kv.window is not None:
+                    window += kv.window.num_private(kv.num_protected_pages)
         return full, window
 
     def take_orders(self) -> list[CopyOrder]:
@@ -145,6 +166,27 @@ class SessionTiers:
         slot.kv = kv
         self._slots.move(slot, SlotState.LOADING)
         self._copy(entry, CopyOrder(CopyKind.LOAD, entry.key, _pages_of(kv)))
+
+    def give_up_reads(self) -> bool:
+        """If the disk hangs, drops the KV that is being read from it: its turns compute it. Returns whether there was
+        any. To be called before each step."""
+        if not self.reads.look():
+            return False
+        late = [entry.session_id for entry in self._copies.values() if entry.on_disk and entry.wanted]
+        for session_id in late:
+            self._disk_failed()
+            self.discard(session_id)
+            self.num_to_log += 1
+        return bool(late)
+
+    def is_out_of_reach(self, slot: SessionSlot) -> bool:
+        """Whether the slot's KV is only on a disk that hangs."""
+        return (
+            slot.state is SlotState.STORED
+            and slot.entry is not None
+            and slot.entry.on_disk
+            and self.reads.hangs
+        )
 
     def restorable_len(self, slot: SessionSlot, length: int) -> int:
         """How many of its first `length` tokens stored KV, or KV being loaded, keeps if a turn continues from them: 0
@@ -198,6 +240,8 @@ class SessionTiers:
     def _copied(self, entry: StoredKV, *, failed: bool) -> None:
         """A SAVE or LOAD has ended. If a LOAD is no longer wanted, its pages are freed."""
         self.num_changes += 1
+        if entry.on_disk:
+            self.reads.ended()
         if failed and entry.on_disk:
             self._disk_failed()
         entry.saved |= not failed
@@ -319,7 +363,14 @@ class SessionTiers:
     def _copy(self, entry: StoredKV, order: CopyOrder) -> None:
         entry.copies += 1
         self._copies[entry.key] = entry
+        if entry.on_disk:
+            self.reads.began()
         self._orders.append(order)
+
+    def _is_saved(self, entry: StoredKV) -> bool:
+        """Whether the entry's session is being saved."""
+        slot = self._slots.get(entry.session_id)
+        return slot is not None and slot.entry is entry and slot.state is SlotState.SAVING
 
     def _drop_entry(self, slot: SessionSlot) -> None:
         entry, slot.entry = slot.entry, None

@@ -98,10 +98,10 @@ class Admission:
         if match.loading:
             return self._pass_over(request, match, Room.READY)
         # Beside other requests there must be pages for all of it, for what the others still need, and one more for each
-        # running request. A request alone always fits.
+        # running request. A request alone always fits, unless a disk hangs to which pages are lent.
         if self._owed is None:
             self._owed = self._still_owed(self._running)
-        beside_others = bool(self._running) or self._place > 0
+        beside_others = bool(self._running) or self._place > 0 or self._cache.tiers.reads.hangs
         if beside_others and not self._cache.can_begin(match, len(request.tokens), self._owed + self._ahead):
             return Verdict(Room.SHORT)
         if match.elsewhere:

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
+from cache.disk_reads import READ_PATIENCE_S
 from cache.session_tiers import SessionTiers
 from cache.tiers import CopyKind, CopyOrder
 from engine.api import EngineStopped
@@ -30,6 +31,14 @@ class Copies:
         self._tiers = tiers
         self._runner = runner
         self._post = post
+        self._disk_error_logged = False
+
+    def give_up_reads(self) -> None:
+        """Call it before a step is planned: turns do not wait for ever for a disk that hangs."""
+        if self._tiers.give_up_reads():
+            _logger.error(
+                "no KV came from disk for %.0f s; what was to be read is computed again", READ_PATIENCE_S
+            )
 
     def carry_out(self) -> None:
         """Hands new orders to the runner. Call it before anything is written to the pages that they read."""
@@ -65,6 +74,7 @@ class Copies:
             return
         if self._tiers.num_disk_failures == failures:
             _logger.error("a copy of KV between device and host failed", exc_info=error)
-        elif failures == 0:
+        elif not self._disk_error_logged:
+            self._disk_error_logged = True
             _logger.error("KV could not be written to disk or read from it; from now on this is only counted",
                           exc_info=error)  # fmt: skip

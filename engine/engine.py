@@ -245,6 +245,7 @@ class LocalEngine:
         """Plans and launches a step, then takes in the result of the step before (its own if the runner does not run
         ahead). False if there was nothing to do. Only for the step thread and tests."""
         before = self._in_flight
+        self._copies.give_up_reads()
         batch = self._scheduler.schedule()
         self._copies.carry_out()
         self._in_flight = None if batch is None else self._launch(batch)
@@ -254,7 +255,7 @@ class LocalEngine:
             self._take_in(*self._in_flight)
             self._in_flight = None
         idle = batch is None and before is None
-        self._stalled = idle and self._cache.tiers.copies_in_flight > 0
+        self._stalled = idle and self._cache.tiers.copies_awaited > 0
         if idle and self._scheduler.has_work:
             self._emit(self._scheduler.refuse_stuck())
         self._flush_deltas()
@@ -290,7 +291,7 @@ class LocalEngine:
 
     def _drain_inbox(self, *, block: bool) -> None:
         try:
-            command = self._inbox.get() if block else None
+            command = self._wait() if block else None
             self._crank_began_s = self._clock()
             if command is not None:
                 command()
@@ -298,6 +299,13 @@ class LocalEngine:
                 self._inbox.get_nowait()()
         except queue.Empty:
             pass
+
+    def _wait(self) -> Callable[[], None] | None:
+        """The next command. None: requests wait for a read from disk that is to be given up now."""
+        try:
+            return self._inbox.get(timeout=self._cache.tiers.reads.patience_s if self._stalled else None)
+        except queue.Empty:
+            return None
 
     def _shut(self, reason: EngineStopped) -> None:
         with self._lock:

@@ -2,8 +2,9 @@
 
 Continuous batching: every step mixes decodes and prompt chunks. The order is by priority, then arrival. When pages run
 out, cached prefixes go first, then idle sessions' KV, then the running request that is last in order is retracted. The
-first in order is never retracted and fits the pool by itself, so some request always finishes. While copies between
-device and host are in flight, requests that need their outcome sit out steps, and none is retracted for them.
+first in order is not retracted and fits the pool by itself, so some request always finishes. While copies that will
+free pages are in flight, requests that need these sit out steps, and none is retracted for them. The first in order
+also waits for other copies, but not for reads from a disk that hangs: these keep their pages for ever.
 
 A step may be planned while the one before is still in flight (schedule, schedule, update, schedule, update ...). The
 tokens that it will pick are pending, and their requests continue as if they were known. If a request meanwhile ends, is
@@ -23,6 +24,7 @@ from cache.session_cache import Room, SessionAwareCache
 from engine.admission import Admission
 from engine.api import (
     EngineError,
+    EngineOverloaded,
     Finish,
     FinishReason,
     GenerateRequest,
@@ -207,18 +209,21 @@ class Scheduler:
         return self._launch(ScheduledBatch(items, 1 if short else self._num_steps(items)))
 
     def refuse_stuck(self) -> TokenDelta | None:
-        """Ends the first waiting request if it found no room although nothing runs and no copy is in flight: it would
-        wait for ever. Admission's limits make that impossible; should they be wrong, the request is still answered."""
-        if (
-            self._running
-            or not self._waiting
-            or self._batches_in_flight
-            or self._cache.tiers.copies_in_flight
-        ):
+        """Ends the first waiting request if it found no room although nothing runs and no copy will end: it would wait
+        for ever. That happens if a disk hangs to which pages are lent. Otherwise admission's limits make it impossible;
+        should they be wrong, the request is still answered."""
+        tiers = self._cache.tiers
+        if self._running or not self._waiting or self._batches_in_flight or tiers.copies_awaited:
             return None
         request = self._waiting[0]
         accounts = self._cache.books.accounts()
-        error = RequestTooLarge(f"{len(request.tokens)} tokens found no room in an idle KV pool: {accounts}")
+        error: EngineError
+        if tiers.copies_in_flight:
+            error = EngineOverloaded(f"the disk does not answer, and keeps pages of the KV pool: {accounts}")
+        else:
+            error = RequestTooLarge(
+                f"{len(request.tokens)} tokens found no room in an idle KV pool: {accounts}"
+            )
         return self._end(request, Finish(FinishReason.ERROR, message=error.message, error=error))
 
     def update(self, batch: ScheduledBatch, output: ModelOutput) -> list[TokenDelta]:
@@ -371,7 +376,8 @@ class Scheduler:
 
     def _make_room(self, request: LiveRequest, count: int) -> Room:
         """Gets pages for `count` more tokens, retracting requests from the end of the order. SHORT: `request` itself
-        was retracted, or a retraction is needed while a step is in flight."""
+        was retracted, or a retraction is needed while a step is in flight. WAIT: copies will free pages, or `request`
+        is the only one left and others' copies hold them."""
         kv = request.kv
         assert kv is not None
         while True:
@@ -379,6 +385,8 @@ class Scheduler:
             if room is not Room.SHORT or self._batches_in_flight:
                 return room
             victim = self._running[-1]
+            if victim is self._running[0] and self._cache.tiers.copies_awaited:
+                return Room.WAIT
             self.retract(victim.request_id)
             if victim is request:
                 return room

@@ -165,7 +165,7 @@ class Driver:
             clock=lambda: float(len(self.batches)),
         )  # fmt: skip
         self.outcomes: dict[str, Outcome] = {}
-        self.copying = False  # whether copies were in flight when the last step was planned
+        self.copying = False  # whether copies that will end were in flight when the last step was planned
 
     def add(self, spec: GenerateRequest) -> None:
         self.outcomes.setdefault(spec.request_id, Outcome())
@@ -179,8 +179,9 @@ class Driver:
         """Runs one step, as LocalEngine does. The step that was in flight before ends with `failure`, if given. Returns
         None if there was nothing to do."""
         before = self.in_flight
+        self.copies.give_up_reads()
         batch = self.scheduler.schedule()
-        self.copying = self.cache.tiers.copies_in_flight > 0
+        self.copying = self.cache.tiers.copies_awaited > 0
         self.check()  # copies that end at once end here; a real engine hears of them after its step
         self.in_flight = None if batch is None else (batch, self.execute(batch))
         if batch is not None:

@@ -299,7 +299,7 @@ def test_abandon_all_answers_waiting_and_running_without_the_books(monkeypatch: 
     for name in ("a", "b", "c"):
         driver.add(request(name, [1, 2, 3], 4))
     driver.step()
-    monkeypatch.setattr(driver.cache, "release", None)
+    monkeypatch.setattr(driver.cache, "give_back", None)
     deltas = driver.scheduler.abandon_all(SessionBusy("because"))
     assert sorted(delta.request_id for delta in deltas) == ["a", "b", "c"]
     assert not driver.scheduler.has_work
