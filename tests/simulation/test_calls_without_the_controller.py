@@ -18,17 +18,22 @@ def test_a_fork_during_an_outage_names_the_controller(seed: int) -> None:
     """Front ends gave the replica up in the moment in which it would have said that the controller does not answer, and
     reported it as unreachable."""
     with undisturbed():
-        simulation = Simulation(Schedule(seed, SETTINGS, (), ()))
-        try:
-            answer = _forked_in_an_outage(simulation)
-        finally:
-            simulation.end()
+        answer, violations = _forked_in_an_outage(seed)
     assert isinstance(answer, ErrorInfo)
     assert (answer.status, answer.code) == (503, "controller_unavailable")
-    assert simulation.truth.violations == []
+    assert violations == []
 
 
-def _forked_in_an_outage(simulation: Simulation) -> object:
+def _forked_in_an_outage(seed: int) -> tuple[object, list[str]]:
+    """The client's answer, and what was wrong with the product."""
+    simulation = Simulation(Schedule(seed, SETTINGS, (), ()))
+    try:
+        return _fork_in_an_outage(simulation), simulation.truth.violations
+    finally:
+        simulation.end()
+
+
+def _fork_in_an_outage(simulation: Simulation) -> object:
     world, cluster, clients = simulation.world, simulation.cluster, simulation.clients
     cluster.start()
     assert world.run(cluster.ready, SOON_S)
