@@ -22,7 +22,6 @@ from controllers.kept_answers import CALL_KEY
 from controllers.records import TREE_KEY, ForkOrder, LedgerEntry, TurnNote
 from controllers.session_keys import id_in, session_key
 from serving.background import BackgroundTasks
-from serving.front.api.sessions.trees import told_session
 from serving.front.cluster_watch import ClusterWatch
 from serving.front.known_places import KnownPlaces
 from serving.front.ownership_cache import Owner
@@ -54,6 +53,7 @@ from serving.wire.calls import (
 from serving.wire.controller_calls import ControllerCalls
 from serving.wire.errors import STALE_EPOCH, error_info, told_to_clients, unavailable
 from serving.wire.transcripts import transcript_of
+from serving.wire.tree_ids import told_session
 from serving.wire.turns import (
     ChatPrompt,
     ErrorInfo,

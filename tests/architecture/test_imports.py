@@ -18,6 +18,8 @@ ALLOWED = {
 STANDARD_LIBRARY_AND_NUMPY = ("cache", "controllers")
 RAY_OUTSIDE_SERVING = {"controllers/cluster_actor.py"}
 ROOMS_APART = ("serving.front", "serving.replica")
+PROTOCOLS = tuple(f"serving.front.api.{name}" for name in ("openai", "responses", "messages", "sessions"))
+PUTS_PROTOCOLS_TOGETHER = {"serving/front/http.py", "serving/front/ingress.py"}
 REDIS_FILES = ("controllers/redis_connection.py", "controllers/redis_log.py")
 CIPHER_FILES = {"controllers/log_cipher.py"}
 CUDA_FILES = {"engine/device.py", "engine/runner/graphs.py"}
@@ -40,6 +42,16 @@ def test_front_ends_and_replicas_meet_on_the_wire_only() -> None:
         here = source.name.replace("/", ".")
         if here.count(".") > 2:
             assert not {name for name in rooms if name.split(".")[1] != here.split(".")[1]}, source.name
+
+
+def test_what_protocols_stand_on_imports_no_protocol() -> None:
+    users = {
+        source.name
+        for source in sources("serving")
+        if not source.name.startswith("serving/front/api/")
+        and any(name.startswith(PROTOCOLS) for name in source.imports())
+    }
+    assert users == PUTS_PROTOCOLS_TOGETHER
 
 
 def test_cache_and_controllers_need_no_library_but_numpy() -> None:

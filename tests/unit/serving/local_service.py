@@ -25,7 +25,6 @@ from controllers.kept_answers import CALL_KEY
 from controllers.records import TREE_KEY, ForkOrder, LedgerEntry
 from controllers.session_keys import id_in, session_key, tenant_in
 from engine.api import EngineError, Finish, FinishReason
-from serving.front.api.sessions.trees import told_session
 from serving.front.cluster_watch import ClusterWatch
 from serving.front.http import create_http_app
 from serving.front.known_places import KnownPlaces
@@ -40,6 +39,7 @@ from serving.watch.page import cluster_page
 from serving.wire.calls import KeepNote, MoveSession, RewindSession
 from serving.wire.errors import error_info, told_to_clients
 from serving.wire.transcripts import transcript_of
+from serving.wire.tree_ids import told_session
 from serving.wire.turns import (
     ChatPrompt,
     ErrorInfo,

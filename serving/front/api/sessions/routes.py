@@ -13,11 +13,11 @@ from controllers.session_keys import session_key
 from serving.front.api.errors import refusal
 from serving.front.api.fields import OPERATORS_ONLY, Client, Count, CountOrZero, Name, Service, Tenant
 from serving.front.api.keys import ANYBODY
-from serving.front.api.sessions.trees import close_tree, told_session
+from serving.front.api.sessions.trees import close_tree
 from serving.front.api.strict_json import StrictBody, StrictJsonRoute
 from serving.logs.audit_log import audit_event
 from serving.wire.transcripts import conversation_of
-from serving.wire.tree_ids import node_id, tree_and_request
+from serving.wire.tree_ids import node_id, told_session, tree_and_request
 from serving.wire.turns import ServiceError, TurnService, TurnTranscript
 
 MOST_IN_PAGE = 1000

@@ -10,19 +10,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
-
-from msgspec.structs import asdict
 
 from controllers.session_keys import session_key
 from serving.front.api.errors import refusal
 from serving.front.api.sessions.schema import SessionParams
 from serving.front.api.unused_sessions import FINISHED_TURNS, run_first_turn
 from serving.wire.errors import ANOTHERS_TURN, SESSION_CLOSING, SESSION_NOT_FOUND
-from serving.wire.tree_ids import BEHIND_TREE, node_id, tree_and_request
+from serving.wire.tree_ids import BEHIND_TREE, node_id
 from serving.wire.turns import (
     ServiceError,
-    SessionInfo,
     SessionTurn,
     TurnCall,
     TurnEvent,
@@ -65,12 +61,6 @@ class TreeRequests:
         turn = self._service.run(call) if has_key else run_first_turn(self._service, call)
         async with turn as events:
             yield events
-
-
-def told_session(session: SessionInfo) -> dict[str, Any]:
-    """The session as its client knows it. `rid` is null if it is not a request of a tree."""
-    session_id, rid = tree_and_request(session.session_id)
-    return asdict(session) | {"session_id": session_id, "rid": rid}
 
 
 async def close_tree(service: TurnService, tree_id: str, tenant: str) -> None:
