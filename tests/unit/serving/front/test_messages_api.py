@@ -71,9 +71,18 @@ def test_what_templates_are_given() -> None:
     )
 
 
-async def test_a_call_with_an_integer_that_does_not_travel_is_told_as_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"wei": 10**30, "deep": [{"x": 1}]},
+        {"messages": [{"content": [{"input": {"wei": 10**30}}]}]},
+    ],
+)
+async def test_a_call_with_an_integer_that_does_not_travel_is_told_as_text(
+    tmp_path: Path, sent: dict[str, Any]
+) -> None:
     """A model may write integers of any size. The conversation could not go on after one of more than 64 bits."""
-    call = {"type": "tool_use", "id": "c-1", "name": "f", "input": {"wei": 10**30, "deep": [{"x": 1}]}}
+    call = {"type": "tool_use", "id": "c-1", "name": "f", "input": sent}
     result = {"type": "tool_result", "tool_use_id": "c-1", "content": "sent"}
     messages = [HELLO, assistant(call), user(result)]
     (told,) = (message for message in rendered(messages=messages) if message["role"] == "assistant")

@@ -211,10 +211,17 @@ async def test_an_integer_that_does_not_travel_is_refused_by_name(tmp_path: Path
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
 
 
-@pytest.mark.parametrize("number", [2**64, -(10**30)])
-async def test_arguments_with_an_integer_that_does_not_travel_stay_text(tmp_path: Path, number: int) -> None:
-    """A model may write integers of any size in a call. Every later turn of the conversation used to be a 500."""
-    arguments = f'{{"wei": {number}}}'
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        f'{{"wei": {2**64}}}',
+        f'{{"wei": {-(10**30)}}}',
+        f'{{"messages": [{{"content": [{{"input": {{"wei": {2**64}}}}}]}}]}}',
+    ],
+)
+async def test_arguments_with_an_integer_that_does_not_travel_stay_text(tmp_path: Path, arguments: str) -> None:
+    """A model may write integers of any size in a call, and in any shape, such as that of a body of Anthropic's. Every
+    later turn of the conversation used to be a 500."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     answered = {"role": "tool", "tool_call_id": "c", "content": "sent"}
     messages = [user("hi"), {"role": "assistant", "tool_calls": [call]}, answered]
