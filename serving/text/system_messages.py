@@ -6,6 +6,7 @@ template shows is found out by rendering. A message that it does not show become
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ Messages = Sequence[Mapping[str, Any]]
 SYSTEM, DEVELOPER, USER = "system", "developer", "user"
 INSTRUCTING = frozenset({SYSTEM, DEVELOPER})
 BETWEEN = "\n\n"
+_MARK_BYTES = 12
 
 
 class NoPlaceForMessage(InvalidRequest):
@@ -49,9 +51,11 @@ def placed(messages: Messages, shown: Callable[[Messages], Collection[int]], *, 
 
 
 def standing_in(messages: Messages) -> tuple[Messages, dict[int, str]]:
-    """The messages with a mark in place of the text of each instructing one, and the marks by index."""
+    """The messages with a mark in place of the text of each instructing one, and the marks by index. Nobody can guess
+    the marks: they are looked for in a text that users' messages are part of."""
+    secret = secrets.token_hex(_MARK_BYTES)
     marks = {
-        index: f"KedgeInstruction{index}Here"
+        index: f"KedgeInstruction{index}Here{secret}"
         for index, each in enumerate(messages)
         if each["role"] in INSTRUCTING
     }

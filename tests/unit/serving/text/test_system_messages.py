@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from serving.text.chat_template import ChatTemplate, TemplateRefused
-from serving.text.system_messages import NoPlaceForMessage
+from serving.text.system_messages import NoPlaceForMessage, standing_in
 from tests.unit.serving.small_tokenizer import CHATML, byte_level_tokenizer
 from tests.unit.serving.tool_templates import ARGS, HERMES, LLAMA, MISTRAL, TAGS
 
@@ -85,6 +85,18 @@ def test_everything_that_was_said_is_there_once_in_order(name: str, messages: li
 def test_so_it_is_in_a_turn_that_continues(name: str, role: str) -> None:
     messages = said((role, "Be-brief"), ("user", "Go-on"))
     assert_in_order(texts_of(messages), template(name).render_continuation(messages, {}))
+
+
+@every_template
+def test_no_text_of_a_user_makes_one_vanish(name: str) -> None:
+    """Kedge's marks were the same in every call, and a message whose mark a user had written counted as shown."""
+    messages = CONVERSATIONS["late developer"]
+    _, marks = standing_in(messages)
+    forged = [*messages[:-1], *said(("user", " ".join(marks.values())))]
+    for text in texts_of(messages[:-1]):
+        assert text in template(name).render(forged, {})
+    forged = said(("system", "Be-brief"), ("user", " ".join(marks.values())))
+    assert "Be-brief" in template(name).render_continuation(forged, {})
 
 
 @every_template
