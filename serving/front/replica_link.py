@@ -25,7 +25,8 @@ from serving.wire.calls import (
 )
 from serving.wire.channel import Channel, ChannelLost
 from serving.wire.connections import Connection, ConnectionEvents
-from serving.wire.turns import TurnEvent
+from serving.wire.errors import error_info
+from serving.wire.turns import ServiceError, TurnEvent
 
 logger = logging.getLogger(__name__)
 
@@ -109,9 +110,14 @@ class ReplicaLink:
         return self._channel.unread_bytes
 
     def begin(self, call: AnyCall, deliver: Deliver) -> int:
-        """Sends a call; returns its number. The caller must `end` the call."""
+        """Sends a call; returns its number. The caller must `end` the call. Raises ServiceError, and nothing is sent,
+        if the call cannot be written."""
         number = next(self._numbers)
-        request = encode_request(Request(number, call))
+        try:
+            request = encode_request(Request(number, call))
+        except Exception as error:
+            logger.exception("replica %s: a call cannot be written", self.replica_id)
+            raise ServiceError(error_info(error)) from error
         self._waiting[number] = deliver
         if self._lost is not None:
             self._loop.call_soon(self._deliver, number, self._lost)

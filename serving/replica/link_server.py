@@ -25,6 +25,7 @@ from serving.wire.calls import (
     encode_replies,
 )
 from serving.wire.channel import Channel, ChannelLost, begins, lost_header
+from serving.wire.errors import error_event, error_info
 from serving.wire.peer_sockets import Peer
 from serving.wire.turn_events import event_weight, merge_events, split_event
 from serving.wire.turns import TurnEvent
@@ -189,11 +190,14 @@ class PeerLink:
     def _take(self, request: Request) -> None:
         number, call = request.number, request.call
         if call is None:
-            if (running := self.calls.get(number)) is not None:
-                running.cancel()
+            self._give_up(number)
             return
         task = self.calls[number] = self._tasks.start(self._run(call, partial(self.put, number)))
         task.add_done_callback(lambda _: self.calls.pop(number, None))
+
+    def _give_up(self, number: int) -> None:
+        if (running := self.calls.get(number)) is not None:
+            running.cancel()
 
     def _flush_soon(self) -> None:
         if not self._flushing:
@@ -216,9 +220,27 @@ class PeerLink:
                 left[number] = unsent
         self._unsent = left
         if replies:
-            self._channel.send(encode_replies(replies))
-        if left:
+            self._channel.send(self._encoded(replies))
+        if self._unsent:
             self._flush_soon()
+
+    def _encoded(self, replies: Replies) -> bytes:
+        """The replies as bytes. One that cannot be written becomes an error of its own call."""
+        try:
+            return encode_replies(replies)
+        except Exception:
+            return encode_replies([(number, self._writable(number, reply)) for number, reply in replies])
+
+    def _writable(self, number: int, reply: Answer | TurnEvent) -> Answer | TurnEvent:
+        """The reply; or, if it cannot be written, an error in its place, which is the last that the call sends."""
+        try:
+            encode_replies([(number, reply)])
+        except Exception as error:
+            logger.exception("a reply cannot be written")
+            self._unsent.pop(number, None)
+            self._give_up(number)
+            return Answer(error=error_info(error)) if isinstance(reply, Answer) else error_event(error)
+        return reply
 
     def _transmit(self, header: bytes, body: bytes) -> None:
         self._sent_s = self._loop.time()

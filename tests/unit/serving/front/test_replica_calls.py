@@ -135,9 +135,49 @@ async def test_a_call_that_cannot_be_written_leaves_nothing_behind(answers: Answ
     async with running_link(answers.serve) as rig:
         assert await rig.calls.call("r", Abort(None, "")) == 7
         too_large = TurnCall("r", TokenPrompt((2**70,)), SamplingParams())
-        with pytest.raises(OverflowError):
+        with pytest.raises(ServiceError) as caught:
             await events_of(rig.calls, too_large)
+        assert (caught.value.info.status, caught.value.info.code) == (500, "internal_error")
         assert all(link.calls == 0 for link in rig.calls._links.values())
+
+
+class EventsTogether:
+    """A replica at which the call of the turn "bad" sends what cannot be written, in the same step as the last event of
+    the turn "good"."""
+
+    def __init__(self) -> None:
+        self.emit_good: asyncio.Future[Emit] = asyncio.get_running_loop().create_future()
+        self.cancelled = asyncio.Event()
+
+    async def serve(self, call: AnyCall, emit: Emit) -> None:
+        match call:
+            case RunTurn() if call.turn.request_id == "good":
+                self.emit_good.set_result(emit)
+            case RunTurn():
+                (await self.emit_good)(END)
+                emit(TurnEvent(text="half \ud800"))
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    self.cancelled.set()
+            case Flush():
+                emit(answer_of(ErrorInfo(400, "invalid_request", "half \ud800")))
+
+
+async def test_what_cannot_be_written_spoils_nothing_of_another_call() -> None:
+    """The events of all turns in the same message were lost, and these turns never ended."""
+    replica = EventsTogether()
+    async with running_link(replica.serve) as rig, asyncio.timeout(WAIT_S):
+        (_, good), (_, bad) = await asyncio.gather(
+            events_of(rig.calls, turn("good")), events_of(rig.calls, turn("bad"))
+        )
+        assert good == END
+        assert bad.error is not None
+        assert (bad.error.status, bad.error.code) == (500, "internal_error")
+        await replica.cancelled.wait()
+        with pytest.raises(ServiceError) as caught:
+            await rig.calls.call("r", Flush())
+        assert caught.value.info.code == "internal_error"
 
 
 async def events_of(calls: object, call: TurnCall) -> tuple[list[int], TurnEvent]:

@@ -261,6 +261,7 @@ async def test_a_request_may_bring_its_template_where_that_is_allowed(tmp_path: 
         "{{ 'x' * 2**62 }}",
         "{{ " + "(" * 300 + "1" + ")" * 300 + " }}",
         "{{ raise_exception('no') }}",
+        "{{ raise_exception('half \\ud800') }}",
     ],
 )
 async def test_a_template_of_a_request_that_fails_is_refused_by_name(tmp_path: Path, template: str) -> None:
