@@ -160,7 +160,8 @@ class TurnCall(msgspec.Struct, frozen=True):
     With `tells_accepted` the replica first sends an empty event once it has accepted the turn. So the front end can
     begin to answer the client before there is a token.
 
-    `adapter` is the name of the model's adapter that computes the call; "" is none.
+    `adapter` is the name of the model's adapter that computes the call; "" is none. `part_of` is the id that the client
+    knows, of a request with several generations; "" if `request_id` is that.
 
     Only the dispatcher sets `resumed`. The replica continues the output after it, but sends events from the turn's
     first token. `wire_version` is that of the front end that made the call. `http_request_id` is for logs,
@@ -194,6 +195,7 @@ class TurnCall(msgspec.Struct, frozen=True):
     tracestate: str = ""
     tells_accepted: bool = False
     adapter: str = ""
+    part_of: str = ""
 
     @property
     def may_go_on(self) -> bool:
@@ -203,8 +205,10 @@ class TurnCall(msgspec.Struct, frozen=True):
         return usual and self.keep_last is None and not self.cache_salt
 
     def named(self, request_id: str | None, tenant: str) -> bool:
-        """Whether `request_id` of `tenant` means this call. None means all calls of the tenant."""
-        return self.tenant == tenant and request_id in (None, self.request_id)
+        """Whether `request_id` of `tenant` means this call, or its whole request. None means all calls of the tenant.
+        """
+        own = (None, self.request_id, self.part_of or self.request_id)
+        return self.tenant == tenant and request_id in own
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):

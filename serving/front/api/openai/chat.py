@@ -131,6 +131,7 @@ def _plan(
     calls = [
         TurnCall(
             request_id=reply_id if count == 1 else f"{reply_id}-{index}",
+            part_of=reply_id,
             prompt=prompt,
             seed=nth_seed(body.seed, index),
             logprobs=logprobs,

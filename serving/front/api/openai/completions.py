@@ -130,6 +130,7 @@ def _plan(body: CompletionBody, prompts: Prompts, reply_id: str, turn_fields: di
     calls = [
         TurnCall(
             request_id=f"{reply_id}-{index}" if len(prompts) * len(choices) > 1 else reply_id,
+            part_of=reply_id,
             prompt=prompt,
             seed=nth_seed(body.seed, choice),
             logprobs=_logprobs(body, prompt),

@@ -219,6 +219,7 @@ def _plan(body: GenerateBody, model: ModelInfo, tenant: str, priority: int, affi
     calls = [
         TurnCall(
             request_id=request_id,
+            part_of=whole_id,
             prompt=prompts[index // asked.n],
             sampling=sampling,
             seed=nth_seed(asked.seed_given, index % asked.n),
@@ -233,7 +234,7 @@ def _plan(body: GenerateBody, model: ModelInfo, tenant: str, priority: int, affi
             affinity_key=affinity_key,
             adapter=adapters[index // asked.n],
         )
-        for index, request_id in enumerate(_request_ids(body, len(prompts)))
+        for index, (request_id, whole_id) in enumerate(_request_ids(body, len(prompts)))
     ]
     return TurnPlan(calls, _field_names(body.prompt_field))
 
@@ -266,17 +267,18 @@ def _adapters(body: GenerateBody, num_prompts: int, model: ModelInfo) -> list[st
     return adapters
 
 
-def _request_ids(body: GenerateBody, num_prompts: int) -> list[str]:
-    """One id for each call: the client's ids for its prompts, numbered if a prompt has several choices."""
+def _request_ids(body: GenerateBody, num_prompts: int) -> list[tuple[str, str]]:
+    """For each call its id, and the client's id of which it is a part. A call's id is the client's, numbered if that is
+    for several prompts, and if a prompt has several choices."""
     count = body.sampling.n
-    rids = body.rid
-    if isinstance(rids, list):
-        if len(rids) != num_prompts or len(set(rids)) != len(rids):
+    if isinstance(body.rid, list):
+        if len(body.rid) != num_prompts or len(set(body.rid)) != len(body.rid):
             raise refusal(f"rid: give {num_prompts} different ids, one for each prompt.", "rid")
+        ids = [(rid, rid) for rid in body.rid]
     else:
-        rid = rids or new_id("")
-        rids = [rid] if num_prompts == 1 else [f"{rid}_{index}" for index in range(num_prompts)]
-    return rids if count == 1 else [f"{rid}_{choice}" for rid in rids for choice in range(count)]
+        rid = body.rid or new_id("")
+        ids = [(rid if num_prompts == 1 else f"{rid}_{index}", rid) for index in range(num_prompts)]
+    return ids if count == 1 else [(f"{rid}_{choice}", whole) for rid, whole in ids for choice in range(count)]
 
 
 def _logprobs(body: GenerateBody) -> LogprobParams | None:

@@ -222,6 +222,60 @@ async def test_aborting_a_turn(tmp_path: Path) -> None:
         assert (await client.post("/flush_cache")).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("several", "num_calls"),
+    [
+        ({"input_ids": [5], "sampling_params": {"n": 2}}, 2),
+        ({"input_ids": [[5], [6]], "sampling_params": {}}, 2),
+        ({"input_ids": [[5], [6]], "sampling_params": {"n": 2}}, 4),
+    ],
+    ids=["choices", "prompts", "both"],
+)
+async def test_an_abort_ends_all_generations_of_its_request(
+    tmp_path: Path, several: dict[str, Any], num_calls: int
+) -> None:
+    """It ended none: each generation had an id of its own. Others whose ids only begin alike go on."""
+    async with local_client(tmp_path) as (client, service):
+        service.rig.runner.step_s = 0.02
+        endless = {"temperature": 0, "max_new_tokens": 400, **several["sampling_params"]}
+        body = {**several, "rid": "a", "sampling_params": endless}
+        others = {"input_ids": [7], "rid": "a_x", "sampling_params": {"temperature": 0, "max_new_tokens": 400}}
+        running, other = (asyncio.create_task(generate(client, **each)) for each in (body, others))
+        async with asyncio.timeout(10):
+            while service.rig.turns.num_live < num_calls + 1:
+                await asyncio.sleep(0)
+        assert (await client.post("/abort_request", json={"rid": "a"})).status_code == 200
+        ends = [each["meta_info"]["finish_reason"]["type"] for each in await running]
+        assert ends == ["abort"] * num_calls
+        service.rig.runner.step_s = 0.0
+        assert (await other)["meta_info"]["finish_reason"]["type"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "n": 2}),
+        ("/v1/completions", {"prompt": [[5], [6]]}),
+    ],
+)
+async def test_an_abort_by_a_replys_id_ends_all_its_choices(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    """A client knows the id from the first event of a stream."""
+    async with local_client(tmp_path) as (client, service):
+        service.rig.runner.step_s = 0.02
+        body = {**body, "max_tokens": 400, "temperature": 0}
+        running = asyncio.create_task(client.post(path, json=body))
+        async with asyncio.timeout(10):
+            while service.rig.turns.num_live < 2:
+                await asyncio.sleep(0)
+        reply_id = service.calls[-1].request_id.removesuffix("-1")
+        await client.post("/abort_request", json={"rid": reply_id})
+        reply = (await running).json()
+        assert reply["id"] == reply_id
+        assert reply["usage"]["completion_tokens"] < 400
+
+
 async def test_a_tenant_aborts_its_own_turns_only(tmp_path: Path) -> None:
     async with local_client(tmp_path) as (client, service):
         running = await busy_turn(client, service, rid="r-1")
