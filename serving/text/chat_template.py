@@ -287,7 +287,8 @@ class ChatTemplate:
 def _refused(error: Exception, *, of_request: bool) -> TemplateRefused:
     """`of_request`: the template comes from the request."""
     said = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
-    said = said.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # halves of characters do not travel
+    # Halves of characters do not travel.
+    said = said.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if of_request:
         return TemplateRefused(f"{_OWN_TEMPLATE}: it failed: {said}", _OWN_TEMPLATE)
     return TemplateRefused(f"The model's chat template refused the messages: {said}", "messages")

@@ -205,8 +205,7 @@ class TurnCall(msgspec.Struct, frozen=True):
         return usual and self.keep_last is None and not self.cache_salt
 
     def named(self, request_id: str | None, tenant: str) -> bool:
-        """Whether `request_id` of `tenant` means this call, or its whole request. None means all calls of the tenant.
-        """
+        """Whether `request_id` of `tenant` means this call or its whole request. None: all calls of the tenant."""
         own = (None, self.request_id, self.part_of or self.request_id)
         return self.tenant == tenant and request_id in own
 

@@ -36,7 +36,7 @@ from serving.front.api.sessions.schema import (
     OpenSessionBody,
     SessionParams,
 )
-from serving.front.api.sessions.trees import TreeRequests, begin_request, close_tree
+from serving.front.api.sessions.trees import TreeRequest, close_tree
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import RunsTurns, TurnPlan, collect, until_disconnect
@@ -184,8 +184,8 @@ async def _in_session(
     runner: RunsTurns = service
     try:
         if await service.is_tree(params.id, tenant=call.tenant):
-            runner = TreeRequests(service)
-            turn = await begin_request(service, params, call.request_id, idempotency_key, call.tenant)
+            runner = request = TreeRequest(service, params, call.request_id, call.tenant)
+            turn = await request.begin(idempotency_key)
         else:
             turn = _line_turn(params, idempotency_key)
     except ServiceError as error:
@@ -278,7 +278,9 @@ def _request_ids(body: GenerateBody, num_prompts: int) -> list[tuple[str, str]]:
     else:
         rid = body.rid or new_id("")
         ids = [(rid if num_prompts == 1 else f"{rid}_{index}", rid) for index in range(num_prompts)]
-    return ids if count == 1 else [(f"{rid}_{choice}", whole) for rid, whole in ids for choice in range(count)]
+    return (
+        ids if count == 1 else [(f"{rid}_{choice}", whole) for rid, whole in ids for choice in range(count)]
+    )
 
 
 def _logprobs(body: GenerateBody) -> LogprobParams | None:

@@ -8,7 +8,9 @@ last request that went on from it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 from controllers.session_keys import session_key
@@ -25,42 +27,103 @@ from serving.wire.turns import (
     TurnService,
 )
 
+logger = logging.getLogger(__name__)
+
 MOST_AT_ONCE = 256
+_DROP_TIMEOUT_S = 30.0
 _ANOTHERS = ANOTHERS_TURN | {SESSION_CLOSING, SESSION_NOT_FOUND}
 """Errors that say that a node is not this request's: another request of the same name has it, or had it."""
 
 
-async def begin_request(
-    service: TurnService, params: SessionParams, rid: str, key: str | None, tenant: str
-) -> SessionTurn:
-    """Makes the session of the new request `rid` of a tree, and returns its turn. Raises ServiceError, which names the
-    field."""
-    parent = params.id if not params.rid else node_id(params.id, params.rid)
-    if params.rid:
-        await _check_finished(service, params, tenant)
-    if params.replace:
-        await _drop_behind(service, params.id, params.rid or None, tenant)
-    length = await _kept_len(service, params, parent, tenant)
-    node = node_id(params.id, rid)
-    await _fork(service, parent, node, length, tenant, may_be_there=key is not None)
-    note = f"{params.rid or ''}{BEHIND_TREE}{rid}".encode()
-    return SessionTurn(node, idempotency_key=key, create=False, expected_turn=0, note=note)
+class TreeRequest:
+    """A request of a tree, `rid`. First `begin` makes its session and gives its turn, then `run` runs it.
 
+    The session of a failed request is closed, unless the request has an idempotency key: then it may have been
+    committed or run for an earlier try, so it is left to the next try and to its idle timeout.
 
-class TreeRequests:
-    """Runs requests of a tree. The session of a failed request is closed, unless the request has an idempotency key:
-    then it may have been committed or run for an earlier try, so it is left to the next try and to its idle timeout."""
+    With `replace`, the requests that went on from the same one before are dropped once this one is committed. A request
+    that is refused or aborted drops nothing, and neither does one whose answer is repeated."""
 
-    def __init__(self, service: TurnService) -> None:
+    def __init__(self, service: TurnService, params: SessionParams, rid: str, tenant: str) -> None:
         self._service = service
+        self._params = params
+        self._rid = rid
+        self._node = node_id(params.id, rid)
+        self._tenant = tenant
+        self._before: frozenset[str] = frozenset()
+        """The requests of the tree when this one began, if it replaces any."""
+        self._replaced: set[str] = set()
+        """Those of them that are still to be dropped."""
+
+    async def begin(self, key: str | None) -> SessionTurn:
+        """Makes the request's session, and returns its turn. Raises ServiceError, which names the field."""
+        service, params, tenant = self._service, self._params, self._tenant
+        note = f"{params.rid or ''}{BEHIND_TREE}{self._rid}".encode()
+        turn = SessionTurn(self._node, idempotency_key=key, create=False, expected_turn=0, note=note)
+        if key is not None and await _is_finished(service, self._node, tenant):
+            return (
+                turn  # an earlier try's answer is repeated; if it is another request's, the turn is refused
+            )
+        parent = params.id if not params.rid else node_id(params.id, params.rid)
+        if params.rid and not await _is_finished(service, parent, tenant):
+            raise refusal(
+                f"session_params.rid: Invalid request session id: session {params.id!r} has no finished request "
+                f"{params.rid!r}.",
+                "session_params.rid",
+            )
+        if params.replace:
+            await self._find_replaced()
+        length = await _kept_len(service, params, parent, tenant)
+        await _fork(service, parent, self._node, length, tenant, may_be_there=key is not None)
+        return turn
 
     @asynccontextmanager
     async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
         assert call.session is not None
         has_key = call.session.idempotency_key is not None
         turn = self._service.run(call) if has_key else run_first_turn(self._service, call)
-        async with turn as events:
-            yield events
+        committed = False
+
+        async def watched(events: AsyncIterator[TurnEvent]) -> AsyncIterator[TurnEvent]:
+            nonlocal committed
+            async for event in events:
+                committed = event.finish is not None and event.finish.reason != "abort"
+                if committed:
+                    await self._drop_replaced()  # before the client hears of the end
+                yield event
+
+        try:
+            async with turn as events:
+                yield watched(events)
+        finally:
+            if committed:
+                await self._drop_replaced()  # what is left, if the client has gone meanwhile
+
+    async def _find_replaced(self) -> None:
+        """Notes which requests went on from the same one, directly or not; without that, all of the tree."""
+        service, params, tenant = self._service, self._params, self._tenant
+        nodes = set(await _nodes(service, params.id, tenant)) - {self._node}
+        self._before = frozenset(nodes)
+        if params.rid:
+            parents = {node: await _parent_of(service, params.id, node, tenant) for node in nodes}
+            nodes = _behind({node_id(params.id, params.rid)}, parents)
+        self._replaced = nodes
+
+    async def _drop_replaced(self) -> None:
+        """Closes the replaced requests, and those that have gone on from them meanwhile. The turn is committed: an
+        error only leaves them to their idle timeout."""
+        if not self._replaced:
+            return
+        service, tree_id, tenant = self._service, self._params.id, self._tenant
+        try:
+            async with asyncio.timeout(_DROP_TIMEOUT_S):
+                later = set(await _nodes(service, tree_id, tenant)) - self._before - {self._node}
+                parents = {node: await _parent_of(service, tree_id, node, tenant) for node in later}
+                for node in self._replaced | _behind(self._replaced, parents):
+                    await service.close_session(node, tenant=tenant)
+        except (ServiceError, TimeoutError) as error:
+            logger.warning("what request %s replaced is left to its idle timeout: %r", self._rid, error)
+        self._replaced = set()
 
 
 async def close_tree(service: TurnService, tree_id: str, tenant: str) -> None:
@@ -69,15 +132,9 @@ async def close_tree(service: TurnService, tree_id: str, tenant: str) -> None:
         await service.close_session(node, tenant=tenant)
 
 
-async def _check_finished(service: TurnService, params: SessionParams, tenant: str) -> None:
-    assert params.rid is not None
-    session = await service.session(node_id(params.id, params.rid), tenant=tenant)
-    if session is None or session.turns < FINISHED_TURNS or session.in_turn:
-        raise refusal(
-            f"session_params.rid: Invalid request session id: session {params.id!r} has no finished request "
-            f"{params.rid!r}.",
-            "session_params.rid",
-        )
+async def _is_finished(service: TurnService, node: str, tenant: str) -> bool:
+    session = await service.session(node, tenant=tenant)
+    return session is not None and session.turns >= FINISHED_TURNS and not session.in_turn
 
 
 async def _kept_len(service: TurnService, params: SessionParams, parent: str, tenant: str) -> int | None:
@@ -135,21 +192,10 @@ async def _left_over(service: TurnService, node: str, tenant: str) -> bool:
     return True
 
 
-async def _drop_behind(service: TurnService, tree_id: str, rid: str | None, tenant: str) -> None:
-    """Closes all requests that went on from the request `rid`, directly or not; None: all requests of the tree."""
-    nodes = await _nodes(service, tree_id, tenant)
-    gone = set(nodes)
-    if rid is not None:
-        parents = {node: await _parent_of(service, tree_id, node, tenant) for node in nodes}
-        gone = _behind(node_id(tree_id, rid), parents)
-    for node in gone:
-        await service.close_session(node, tenant=tenant)
-
-
-def _behind(root: str, parents: dict[str, str | None]) -> set[str]:
-    """All nodes that went on from the root, directly or not. `parents`: which node each one went on from."""
+def _behind(roots: Iterable[str], parents: dict[str, str | None]) -> set[str]:
+    """All nodes that went on from the roots, directly or not. `parents`: which node each one went on from."""
     found: set[str] = set()
-    newest = {root}
+    newest = set(roots)
     while newest:
         newest = {node for node, parent in parents.items() if parent in newest} - found
         found |= newest
@@ -157,9 +203,15 @@ def _behind(root: str, parents: dict[str, str | None]) -> set[str]:
 
 
 async def _parent_of(service: TurnService, tree_id: str, node: str, tenant: str) -> str | None:
-    """The node that `node` went on from; None if it began anew. A turn's note names its own request and the one that it
-    went on from. While the node's turn is in flight, it has only turns of its ancestors: the last is its parent's."""
-    turns = await service.transcript(node, tenant=tenant)
+    """The node that `node` went on from; None if it began anew or is gone. A turn's note names its own request and the
+    one that it went on from. While the node's turn is in flight, it has only turns of its ancestors: the last is its
+    parent's."""
+    try:
+        turns = await service.transcript(node, tenant=tenant)
+    except ServiceError as error:
+        if error.info.code != SESSION_NOT_FOUND:
+            raise
+        return None
     if not turns:
         return None
     gone_on_from, _, own = turns[-1].said.note.decode().partition(BEHIND_TREE)

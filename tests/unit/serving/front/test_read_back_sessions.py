@@ -219,7 +219,9 @@ async def test_an_integer_that_does_not_travel_is_refused_by_name(tmp_path: Path
         f'{{"messages": [{{"content": [{{"input": {{"wei": {2**64}}}}}]}}]}}',
     ],
 )
-async def test_arguments_with_an_integer_that_does_not_travel_stay_text(tmp_path: Path, arguments: str) -> None:
+async def test_arguments_with_an_integer_that_does_not_travel_stay_text(
+    tmp_path: Path, arguments: str
+) -> None:
     """A model may write integers of any size in a call, and in any shape, such as that of a body of Anthropic's. Every
     later turn of the conversation used to be a 500."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}

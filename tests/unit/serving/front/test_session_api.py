@@ -239,7 +239,11 @@ async def test_an_abort_ends_all_generations_of_its_request(
         service.rig.runner.step_s = 0.02
         endless = {"temperature": 0, "max_new_tokens": 400, **several["sampling_params"]}
         body = {**several, "rid": "a", "sampling_params": endless}
-        others = {"input_ids": [7], "rid": "a_x", "sampling_params": {"temperature": 0, "max_new_tokens": 400}}
+        others = {
+            "input_ids": [7],
+            "rid": "a_x",
+            "sampling_params": {"temperature": 0, "max_new_tokens": 400},
+        }
         running, other = (asyncio.create_task(generate(client, **each)) for each in (body, others))
         async with asyncio.timeout(10):
             while service.rig.turns.num_live < num_calls + 1:

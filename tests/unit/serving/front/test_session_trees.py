@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,12 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
+from serving.front.api.turn_headers import REPLAYED
 from serving.wire.tree_ids import node_id
-from serving.wire.turns import SessionInfo
+from serving.wire.turns import SessionInfo, TurnCall, TurnEvent
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.front.test_session_api import GREEDY, generate, refused
-from tests.unit.serving.local_service import local_client
+from tests.unit.serving.local_service import LocalService, local_client
 from tests.unit.serving.replica_rig import VOCAB_SIZE
 
 MOST = int(GREEDY["max_new_tokens"])
@@ -163,6 +166,145 @@ async def test_a_request_with_a_key_is_answered_again(tmp_path: Path) -> None:
         assert once.json()["output_ids"] == again.json()["output_ids"]
         other = await client.post("/generate", json=body, headers={"idempotency-key": "l"})
         assert (other.status_code, other.json()["error"]["code"]) == (400, "turn_differs")
+
+
+@pytest.mark.parametrize("begins_anew", [False, True])
+async def test_a_replacing_request_with_a_key_runs_once_and_keeps_what_went_on_from_it(
+    tmp_path: Path, begins_anew: bool
+) -> None:
+    """Sent again, it used to drop its own answer with all that had gone on from it, and to run once more."""
+    async with local_client(tmp_path) as (client, _):
+        tree = Tree(client, await open_tree(client))
+        await tree.ask("a", [1, 2, 3], [])
+        await tree.ask("old", [4], tree.all_of("a"), rid="a")
+        params = {"id": tree.session_id, "replace": True} | ({} if begins_anew else {"rid": "a"})
+        body = {"input_ids": [5], "rid": "b", "session_params": params, "sampling_params": GREEDY}
+        key = {"idempotency-key": "k"}
+        once = (await client.post("/generate", json=body, headers=key)).json()
+        await tree.refuse("rid", rid="old")
+        tree.inputs["b"] = [5] if begins_anew else [*tree.all_of("a"), 5]
+        tree.outputs["b"] = once["output_ids"]
+        await tree.ask("c", [6], tree.all_of("b"), rid="b")
+        again = await client.post("/generate", json=body, headers=key)
+        assert again.status_code == 200, again.text
+        assert again.headers[REPLAYED] == "true"
+        assert again.json()["output_ids"] == once["output_ids"]
+        other_key = await client.post("/generate", json=body, headers={"idempotency-key": "l"})
+        assert other_key.json()["error"]["code"] == "turn_differs"
+        assert (await client.post("/generate", json=body)).json()["error"]["param"] == "rid"
+        await tree.ask("d", [7], tree.all_of("c"), rid="c")
+
+
+@pytest.mark.parametrize("rid", [None, "a"])
+async def test_a_replacing_request_that_comes_to_nothing_drops_nothing(
+    tmp_path: Path, rid: str | None
+) -> None:
+    """It used to drop the others before anything looked whether it could be run."""
+    async with local_client(tmp_path) as (client, service):
+        tree = Tree(client, await open_tree(client))
+        await tree.ask("a", [1, 2, 3], [])
+        await tree.ask("b", [4], tree.all_of("a"), rid="a")
+        params = {"id": tree.session_id, "rid": rid, "replace": True}
+        for refused_as, body in (("long", {"input_ids": [1] * 600}), ("b", {"input_ids": [1]})):
+            await refused(client, "/generate", **body, rid=refused_as, session_params=params)
+        service.rig.runner.hold()
+        running = asyncio.create_task(generate(client, input_ids=[1], rid="aborted", session_params=params))
+        await service.rig.runner.held()
+        await client.post("/abort_request", json={"rid": "aborted"})
+        service.rig.runner.go_on()
+        assert (await running)["meta_info"]["finish_reason"]["type"] == "abort"
+        await tree.ask("c", [5], tree.all_of("b"), rid="b")
+
+
+class Gates:
+    """Requests that have begun, and whose turns wait until they are let in."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, service: LocalService, *rids: str) -> None:
+        self._run = service.run
+        self._arrived = {rid: asyncio.Event() for rid in rids}
+        self._open = {rid: asyncio.Event() for rid in rids}
+        monkeypatch.setattr(service, "run", self._wait_and_run)
+
+    @asynccontextmanager
+    async def _wait_and_run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
+        if call.request_id in self._open:
+            self._arrived[call.request_id].set()
+            await self._open[call.request_id].wait()
+        async with self._run(call) as events:
+            yield events
+
+    async def arrived(self, rid: str) -> None:
+        async with asyncio.timeout(20):
+            await self._arrived[rid].wait()
+
+    def let_in(self, rid: str) -> None:
+        self._open[rid].set()
+
+
+async def test_of_two_that_replace_each_other_the_later_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with local_client(tmp_path) as (client, service):
+        tree = Tree(client, await open_tree(client))
+        await tree.ask("a", [1, 2, 3], [])
+        await tree.ask("old", [4], tree.all_of("a"), rid="a")
+        gates = Gates(monkeypatch, service, "b", "c")
+        asked = {}
+        for rid in ("b", "c"):
+            asking = tree.ask(rid, [5], tree.all_of("a"), rid="a", replace=True)
+            asked[rid] = asyncio.create_task(asking)
+            await gates.arrived(rid)
+        for rid in ("b", "c"):
+            gates.let_in(rid)
+            await asked[rid]
+        for gone in ("old", "b"):
+            await tree.refuse("rid", rid=gone)
+        await tree.ask("d", [7], tree.all_of("c"), rid="c")
+
+
+async def test_what_goes_on_meanwhile_from_one_that_is_replaced_goes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with local_client(tmp_path) as (client, service):
+        tree = Tree(client, await open_tree(client))
+        await tree.ask("a", [1, 2, 3], [])
+        await tree.ask("old", [4], tree.all_of("a"), rid="a")
+        gates = Gates(monkeypatch, service, "b")
+        replacing = asyncio.create_task(tree.ask("b", [5], tree.all_of("a"), rid="a", replace=True))
+        await gates.arrived("b")
+        await tree.ask("behind", [6], tree.all_of("old"), rid="old")
+        await tree.ask("beside", [7], tree.all_of("a"), rid="a")
+        gates.let_in("b")
+        await replacing
+        for gone in ("old", "behind"):
+            await tree.refuse("rid", rid=gone)
+        for rid in ("b", "beside"):
+            await tree.ask(f"{rid}-2", [8], tree.all_of(rid), rid=rid)
+
+
+async def test_a_client_that_leaves_at_the_end_leaves_nothing_of_what_was_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request is committed, so what it replaces is dropped all the same."""
+    async with local_client(tmp_path) as (client, service):
+        tree = Tree(client, await open_tree(client))
+        await tree.ask("a", [1, 2, 3], [])
+        await tree.ask("old", [4], tree.all_of("a"), rid="a")
+        close, closing = service.close_session, asyncio.Event()
+
+        async def first_one_hangs(session_id: str, *, tenant: str) -> bool:
+            if closing.is_set():
+                return await close(session_id, tenant=tenant)
+            closing.set()
+            return await asyncio.Event().wait()
+
+        monkeypatch.setattr(service, "close_session", first_one_hangs)
+        replacing = asyncio.create_task(tree.ask("b", [5], tree.all_of("a"), rid="a", replace=True))
+        async with asyncio.timeout(20):
+            await closing.wait()
+            replacing.cancel()
+            await asyncio.wait([replacing])
+        assert [each["rid"] for each in await sessions(client)] == [None, "a", "b"]
 
 
 async def test_a_tree_takes_no_turns_of_chats(tmp_path: Path) -> None:
