@@ -176,21 +176,21 @@ def _parsed(body: bytes) -> Any:
 
 def _check_integers(body: Any) -> None:
     """Raises InvalidBody for an integer that is too large to be sent to a replica."""
-    at = large_integer_in(body)
+    at = large_integer_in(body, but_tool_inputs=True)
     if at is not None:
         problem = "an integer of more than 64 bits is not supported"
         raise InvalidBody({"type": "int_parsing_size", "loc": ("body", *at), "msg": problem})
 
 
-def large_integer_in(value: Any) -> Location | None:
+def large_integer_in(value: Any, *, but_tool_inputs: bool = False) -> Location | None:
     """Where in this JSON an integer has more than 64 bits, which msgpack cannot hold; of a list's elements, where the
-    list is. None: nowhere. The input of a tool call of the Messages protocol is not looked at: a model wrote it, and
-    the call is sent to a replica as text."""
+    list is. None: nowhere. `but_tool_inputs`: `value` is a body, and the inputs of tool calls of the Messages protocol
+    are not looked at: a model wrote them, and such a call is sent to a replica as text."""
     left: list[tuple[Location, Any]] = [((), value)]
     while left:
         at, value = left.pop()
         match value:
-            case dict() if len(at) == 5 and (at[0], at[2], at[4]) == ("messages", "content", "input"):
+            case dict() if but_tool_inputs and _is_tool_input(at):
                 pass
             case dict():
                 left += [((*at, key), each) for key, each in value.items()]
@@ -201,6 +201,11 @@ def large_integer_in(value: Any) -> Location | None:
             case int() if not -(2**63) <= value < 2**64:
                 return at
     return None
+
+
+def _is_tool_input(at: Location) -> bool:
+    """Whether this is the place of a tool call's input in a body of the Messages protocol."""
+    return len(at) == 5 and (at[0], at[2], at[4]) == ("messages", "content", "input")
 
 
 def _validated(model: type[Body], value: Any, ignored: IgnoredFields | None) -> Body:
