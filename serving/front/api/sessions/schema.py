@@ -126,7 +126,8 @@ class SessionParams(StrictBody):
     Any other session is a tree of requests. The new request continues the request that `rid` names; without `rid` it
     begins anew. If `offset` is positive, it continues after that many tokens; if negative, it leaves out that many of
     the last tokens. With `drop_previous_output` it leaves out that request's output. With `replace`, all requests
-    that continued that request are closed first (without `rid`, all requests of the session).
+    that continued that request before are closed once this one has its answer (without `rid`, all requests of the
+    session).
     """
 
     id: Name
