@@ -50,6 +50,9 @@ Origin = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^/\s*]+$")]
 
 REBALANCING = RebalancingSettings()
 
+LOOPBACK = "127.0.0.1"
+
+WAIT_MS = 300
 MOST_WAIT_MS = 900
 """Less than the second that the controller waits for any answer of Redis."""
 MOST_SHARDS = 64
@@ -82,7 +85,7 @@ class IngressArgs(StrictModel):
     keys_file: NotEmpty | None = None
     incremental_streaming_output: bool = False
     operator_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    operator_host: NotEmpty = "127.0.0.1"
+    operator_host: NotEmpty = LOOPBACK
     max_body_mib: Annotated[float, Field(gt=0, le=1024)] | None = None
 
     @field_validator("max_websockets")
@@ -98,7 +101,7 @@ class IngressArgs(StrictModel):
     @field_validator("operator_host")
     @classmethod
     def _of_the_operators_port(cls, host: str, info: ValidationInfo) -> str:
-        if info.data.get("operator_port", 0) is None:
+        if host != LOOPBACK and info.data.get("operator_port", 0) is None:
             raise ValueError("is where operator_port listens, and there is no operator_port")
         return host
 
@@ -214,7 +217,7 @@ class ControllerArgs(StrictModel):
     full_sync: bool = False
     redis_url: Annotated[str, Field(pattern=r"^(redis|rediss|unix|redis\+sentinel)://.")] | None = None
     redis_wait_replicas: Annotated[int, Field(ge=0)] = 0
-    redis_wait_ms: Annotated[int, Field(ge=1, le=MOST_WAIT_MS)] = 300
+    redis_wait_ms: Annotated[int, Field(ge=1, le=MOST_WAIT_MS)] = WAIT_MS
     encrypted: bool = False
     heartbeat_interval_s: Annotated[float, Field(ge=SHORTEST_HEARTBEAT_INTERVAL_S)] = 1.0
     replica_timeout_s: Annotated[Seconds, Field(validate_default=True)] = 10.0
@@ -247,7 +250,7 @@ class ControllerArgs(StrictModel):
     @field_validator("redis_wait_ms")
     @classmethod
     def _for_replicas(cls, wait_ms: int, info: ValidationInfo) -> int:
-        if info.data.get("redis_wait_replicas") == 0:
+        if wait_ms != WAIT_MS and info.data.get("redis_wait_replicas") == 0:
             raise ValueError("is how long redis_wait_replicas may take, and there are none to wait for")
         return wait_ms
 

@@ -54,6 +54,12 @@ def test_settings_that_do_something_are_taken() -> None:
     )
 
 
+def test_settings_with_all_defaults_written_out_are_taken() -> None:
+    """What is shown of a server's settings may be written into a file."""
+    args = parse_args({"model": MODEL})
+    assert parse_args(args.model_dump()) == args
+
+
 def test_the_default_number_of_websockets_is_not_for_few_requests() -> None:
     with pytest.raises(SettingsError, match=r"args\.ingress\.max_websockets: 1024 is not below"):
         parse_args({"model": MODEL, "ingress": {"max_ongoing_requests": 1024}})
