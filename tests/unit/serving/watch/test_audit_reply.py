@@ -96,9 +96,7 @@ class Replicas:
 
 def client_of(replicas: Replicas, controller: Controller, grace_s: float) -> ClusterClient:
     parts: dict[str, Any] = {"replicas": replicas, "controller": controller, "newcomer_grace_s": grace_s}
-    unused: dict[str, Any] = dict.fromkeys(
-        ("model", "siblings", "dispatcher", "conversations", "metrics", "tasks")
-    )
+    unused: dict[str, Any] = dict.fromkeys(("model", "siblings", "dispatcher", "places", "metrics", "tasks"))
     return ClusterClient(settings={}, **parts, **unused)
 
 
