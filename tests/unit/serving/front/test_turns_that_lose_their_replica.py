@@ -56,7 +56,7 @@ def turn_of(session: str | None, **options: Any) -> TurnCall:
 
 
 def answer(event: TurnEvent) -> TurnEvent:
-    """The part of an event that must not depend on where the turn ran."""
+    """The part of an event that must not depend on where and when the turn ran."""
     return replace(
         event,
         cached_tokens=0,
@@ -64,6 +64,7 @@ def answer(event: TurnEvent) -> TurnEvent:
         accepted_draft_tokens=0,
         turn_index=None,
         open_key=None,
+        ended_s=None,
         replayed=False,
     )
 
