@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from controllers.errors import ControllerError
-from serving.front.conversations import Conversations
+from serving.front.known_places import KnownPlaces
 from serving.front.ownership_cache import OwnershipCache
 from serving.front.replica_link import LinkTimes
 from serving.front.turn_dispatch import TurnDispatcher
@@ -60,7 +60,7 @@ def dispatcher_of(
 ) -> TurnDispatcher:
     """A front end that must not report the replica."""
     rig.controller.failures["report_unreachable"] = [AssertionError("the replica answers")]
-    parts: tuple[Any, ...] = (links.calls, rig.controller, OwnershipCache(9), Conversations(9), metrics)
+    parts: tuple[Any, ...] = (links.calls, rig.controller, OwnershipCache(9), KnownPlaces(9), metrics)
     return TurnDispatcher(*parts, failover_timeout_s=failover_timeout_s)
 
 

@@ -29,7 +29,7 @@ from tests.unit.serving.replica_rig import OFF, VOCAB_SIZE, WAIT_S, LocalControl
 ARGS = parse_args(
     {
         "model": {"path": "a-model", "generation_config": "off"},
-        "controller": {"shards": 2, "heartbeat_interval_s": 0.05},
+        "controller": {"shards": 2, "heartbeat_interval_s": 0.1},
     }
 )
 
