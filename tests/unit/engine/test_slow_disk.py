@@ -74,7 +74,13 @@ def on_disk(rig: Rig, session_id: str) -> list[int]:
     """Runs the session's first turn and moves its KV to disk. Returns its history."""
     history = PROMPT + rig.generate(request(f"{session_id}/1", PROMPT, 2, session_id=session_id)).token_ids
     tiers, slots = rig.engine._cache.tiers, rig.engine._cache._slots
-    rig.engine._call(lambda: tiers.demote(slots.get(session_id))).result(WAIT_S)  # type: ignore[arg-type]
+
+    def demote() -> None:
+        slot = slots.get(session_id)
+        assert slot is not None
+        tiers.demote(slot)
+
+    rig.engine._call(demote).result(WAIT_S)
     for end in (rig.runner.end_copies, rig.runner.end_disk_copies):
         while not rig.engine._call(lambda: tiers.copies_in_flight or tiers.writing).result(WAIT_S):
             pass

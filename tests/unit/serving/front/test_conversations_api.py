@@ -239,7 +239,7 @@ async def test_a_conversation_may_begin_with_what_was_answered_elsewhere(served:
     second = await served.ask("two", conversation=made.id)
     assert second.output_text == expected([user("one"), said(first), user("two")])
     item = await served.client.conversations.items.retrieve(answer["id"], conversation_id=made.id)
-    assert item.content[0].text == first.output_text  # type: ignore[union-attr]
+    assert item.model_dump()["content"][0]["text"] == first.output_text
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])

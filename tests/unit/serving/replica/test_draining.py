@@ -160,10 +160,12 @@ async def test_a_session_that_cannot_be_offered_keeps_no_other(
     assert host.emptied
 
 
-async def test_a_shard_that_hangs_keeps_no_session_of_the_others(three: Failover) -> None:
+async def test_a_shard_that_hangs_keeps_no_session_of_the_others(
+    three: Failover, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One round of the hand-over waits for it once."""
     unanswered, host = Unanswered(three, None), three.rigs[0].host
-    three.controller.shard_of = lambda key: int(key == "s")  # type: ignore[method-assign]
+    monkeypatch.setattr(three.controller, "shard_of", lambda key: int(key == "s"))
     host._crowded = [False, False]
     await host.hand_over()
     assert [owner(three, name)[0] for name in "stu"] == ["a", "b", "b"]
