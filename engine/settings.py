@@ -79,8 +79,8 @@ class SpeculationSettings:
 
     The n-gram proposer proposes when the last `ngram_size` tokens occurred before. "draft" needs `draft_model`.
     `row_cost` is what one more token in a step costs, `draft_cost` what a pass of the draft model costs, both as shares
-    of a one-token step; drafts that would not pay off are not made. The defaults are for the embedded models on a CPU,
-    where a step is quick for up to eight rows: seven drafts and the token before them.
+    of a one-token step; drafts that would not pay off are not made. The defaults were measured with the embedded models
+    and torch's operators; benchmarks/README.md has what a row costs with the compiled kernels.
     """
 
     method: SpeculationMethod = "off"

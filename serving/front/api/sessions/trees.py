@@ -61,9 +61,8 @@ class TreeRequest:
         note = f"{params.rid or ''}{BEHIND_TREE}{self._rid}".encode()
         turn = SessionTurn(self._node, idempotency_key=key, create=False, expected_turn=0, note=note)
         if key is not None and await _is_finished(service, self._node, tenant):
-            return (
-                turn  # an earlier try's answer is repeated; if it is another request's, the turn is refused
-            )
+            # An earlier try's answer is repeated. If it is another request's, the turn is refused.
+            return turn
         parent = params.id if not params.rid else node_id(params.id, params.rid)
         if params.rid and not await _is_finished(service, parent, tenant):
             raise refusal(

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +12,7 @@ import pytest
 from engine import owned_folder
 from engine.runner import disk_folder
 from engine.runner.disk_folder import DiskFolder, DiskUnavailable
+from tests.unit.folder_owners import another_process, folders
 
 OWNER = """
 import sys
@@ -26,23 +23,6 @@ folder.file("7").write_bytes(b"KV")
 print(folder.path, flush=True)
 sys.stdin.read()
 """
-
-
-@contextmanager
-def another_process(root: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """Starts a process that has a folder with a file in it, and kills it at the end. Yields the process and the file's
-    path."""
-    command = [sys.executable, "-c", OWNER, str(root)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process, Path(process.stdout.readline().strip())
-        finally:
-            process.kill()
-
-
-def folders(root: Path) -> set[Path]:
-    return {path for path in root.iterdir() if path.is_dir()}
 
 
 def test_a_folder_is_made_private_and_goes_with_its_files(tmp_path: Path) -> None:
@@ -70,7 +50,7 @@ def test_two_replicas_share_a_path_and_neither_touches_the_others_files(tmp_path
 
 
 def test_leftovers_of_a_killed_process_are_cleared_those_of_a_living_one_are_not(tmp_path: Path) -> None:
-    with another_process(tmp_path) as (process, left):
+    with another_process(OWNER, tmp_path) as (process, left):
         first = DiskFolder(tmp_path)
         assert (left / "7.kv").read_bytes() == b"KV", "its owner lives"
         process.kill()

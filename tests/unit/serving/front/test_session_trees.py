@@ -174,9 +174,7 @@ async def test_a_replacing_request_with_a_key_runs_once_and_keeps_what_went_on_f
 ) -> None:
     """Sent again, it used to drop its own answer with all that had gone on from it, and to run once more."""
     async with local_client(tmp_path) as (client, _):
-        tree = Tree(client, await open_tree(client))
-        await tree.ask("a", [1, 2, 3], [])
-        await tree.ask("old", [4], tree.all_of("a"), rid="a")
+        tree = await tree_of_two(client)
         params = {"id": tree.session_id, "replace": True} | ({} if begins_anew else {"rid": "a"})
         body = {"input_ids": [5], "rid": "b", "session_params": params, "sampling_params": GREEDY}
         key = {"idempotency-key": "k"}
@@ -216,6 +214,14 @@ async def test_a_replacing_request_that_comes_to_nothing_drops_nothing(
         await tree.ask("c", [5], tree.all_of("b"), rid="b")
 
 
+async def tree_of_two(client: httpx.AsyncClient) -> Tree:
+    """A tree whose request "old" went on from "a"."""
+    tree = Tree(client, await open_tree(client))
+    await tree.ask("a", [1, 2, 3], [])
+    await tree.ask("old", [4], tree.all_of("a"), rid="a")
+    return tree
+
+
 class Gates:
     """Requests that have begun, and whose turns wait until they are let in."""
 
@@ -245,9 +251,7 @@ async def test_of_two_that_replace_each_other_the_later_one_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with local_client(tmp_path) as (client, service):
-        tree = Tree(client, await open_tree(client))
-        await tree.ask("a", [1, 2, 3], [])
-        await tree.ask("old", [4], tree.all_of("a"), rid="a")
+        tree = await tree_of_two(client)
         gates = Gates(monkeypatch, service, "b", "c")
         asked = {}
         for rid in ("b", "c"):
@@ -266,9 +270,7 @@ async def test_what_goes_on_meanwhile_from_one_that_is_replaced_goes_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with local_client(tmp_path) as (client, service):
-        tree = Tree(client, await open_tree(client))
-        await tree.ask("a", [1, 2, 3], [])
-        await tree.ask("old", [4], tree.all_of("a"), rid="a")
+        tree = await tree_of_two(client)
         gates = Gates(monkeypatch, service, "b")
         replacing = asyncio.create_task(tree.ask("b", [5], tree.all_of("a"), rid="a", replace=True))
         await gates.arrived("b")
@@ -287,9 +289,7 @@ async def test_a_client_that_leaves_at_the_end_leaves_nothing_of_what_was_replac
 ) -> None:
     """The request is committed, so what it replaces is dropped all the same."""
     async with local_client(tmp_path) as (client, service):
-        tree = Tree(client, await open_tree(client))
-        await tree.ask("a", [1, 2, 3], [])
-        await tree.ask("old", [4], tree.all_of("a"), rid="a")
+        tree = await tree_of_two(client)
         close, closing = service.close_session, asyncio.Event()
 
         async def first_one_hangs(session_id: str, *, tenant: str) -> bool:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import pytest
 
 from controllers.records import SocketAddress
 from serving.wire.peer_sockets import PeerSockets
+from tests.unit.folder_owners import another_process, folders
 
 LISTENER = """
 import asyncio
@@ -41,29 +39,13 @@ def root() -> Iterator[Path]:
         yield Path(folder)
 
 
-@contextmanager
-def another_process(root: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """Starts a process that listens, and kills it at the end. Yields the process and its socket file."""
-    command = [sys.executable, "-c", LISTENER, str(root)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process, Path(process.stdout.readline().strip())
-        finally:
-            process.kill()
-
-
-def folders(root: Path) -> set[Path]:
-    return {path for path in root.iterdir() if path.is_dir()}
-
-
 async def test_socket_files_of_a_killed_process_are_removed_those_of_a_living_one_are_not(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every process that was killed used to leave a folder in /tmp for good, and so did every controller."""
     monkeypatch.setattr(tempfile, "tempdir", str(root))
     listening = partial(PeerSockets, "127.0.0.1", (), node_id="n1", make_address=SocketAddress)
-    with another_process(root) as (process, left):
+    with another_process(LISTENER, root) as (process, left):
         first: PeerSockets[SocketAddress] = listening()
         own = Path(first.open(lambda *_: None).path)
         assert left.is_socket(), "its owner lives"
