@@ -33,6 +33,7 @@ from engine.build import build_engine
 from engine.scheduler import Scheduler
 from engine.settings import BooksCheck, CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
 from engine.speculative.ngram_proposer import NgramProposer
+from engine.speculative.step_costs import StepCosts
 from engine.stats import EngineCounters
 from engine.stops import StopCriteria
 
@@ -54,7 +55,7 @@ def bookkeeping_us(history_len: int, *, ngram: bool, turns: int = 500) -> float:
     cache = SessionAwareCache(PrefixCache(PageAllocator(2 * LONG // PAGE_SIZE), PAGE_SIZE))
     settings = SchedulerSettings(max_batch_tokens=2 * LONG, chunk_size=2 * LONG)
     stops = StopCriteria(frozenset(), 4 * LONG, VOCAB_SIZE)
-    proposer = NgramProposer(3, 8, 0.15) if ngram else None
+    proposer = NgramProposer(3, 8, StepCosts(0.45, 0.15)) if ngram else None
     scheduler = Scheduler(cache, stops, settings, EngineCounters(), proposer)
     history: list[int] = []
     chain = cache.empty_chain("")

@@ -34,6 +34,7 @@ from engine.settings import (
 )
 from engine.speculative.ngram_proposer import NgramProposer
 from engine.speculative.proposers import DraftModelProposer, NoProposer, Proposer
+from engine.speculative.step_costs import StepCosts, step_costs
 from engine.stats import EngineCounters
 from engine.step_thread import StepDriver
 from engine.stops import StopCriteria
@@ -92,9 +93,13 @@ def assemble_engine(
     driver: StepDriver | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> LocalEngine:
-    """An engine around a given runner, not started. The runner sizes the pools. For `driver` and `clock` see
+    """An engine around a given runner, not started. The runner sizes the pools, and may be asked for a few steps to see
+    what they cost. For `driver` and `clock` see
     LocalEngine."""
     counters = EngineCounters()
+    costs = (
+        None if speculation.method == "off" else step_costs(speculation, runner, scheduler.max_batch_tokens)
+    )
     facts = runner.facts
     sizes = TierSizes(
         cache.host_size_bytes, cache.disk_size_bytes, facts.page_size_bytes, facts.window_page_size_bytes
@@ -113,13 +118,22 @@ def assemble_engine(
         StopCriteria(eos_token_ids, context_len, facts.vocab_size),
         scheduler,
         counters,
-        _proposer(speculation, eos_token_ids),
+        _proposer(speculation, costs, eos_token_ids),
         mirrors_prompts=speculation.method == "draft",
         decode_steps=execution.decode_steps,
         clock=clock,
     )
     return LocalEngine(
-        sessions, planner, runner, counters, scheduler, sink, cache.books, driver=driver, clock=clock
+        sessions,
+        planner,
+        runner,
+        counters,
+        scheduler,
+        sink,
+        cache.books,
+        driver=driver,
+        clock=clock,
+        about={} if costs is None else costs.describe(),
     )
 
 
@@ -145,13 +159,14 @@ def _stopper(engine: LocalEngine) -> Callable[[], None]:
     return lambda: threading.Thread(target=stop, name="kedge-engine-stop", daemon=True).start()
 
 
-def _proposer(speculation: SpeculationSettings, eos_token_ids: frozenset[int]) -> Proposer:
-    longest, row_cost = speculation.max_draft_tokens, speculation.row_cost
+def _proposer(
+    speculation: SpeculationSettings, costs: StepCosts | None, eos_token_ids: frozenset[int]
+) -> Proposer:
+    if costs is None:
+        return NoProposer()
     if speculation.method == "ngram":
-        return NgramProposer(speculation.ngram_size, longest, row_cost, eos_token_ids)
-    if speculation.method == "draft":
-        return DraftModelProposer(longest, row_cost, speculation.draft_cost)
-    return NoProposer()
+        return NgramProposer(speculation.ngram_size, speculation.max_draft_tokens, costs, eos_token_ids)
+    return DraftModelProposer(speculation.max_draft_tokens, costs)
 
 
 def _window_pool(facts: RunnerFacts, step_tokens: int) -> WindowPool | None:

@@ -54,6 +54,7 @@ class LocalEngine:
     A fault in the books, or the loss of the runner, stops the engine and fails every request.
 
     `driver` runs the step loop (None: a StepThread). `clock` returns monotonic seconds.
+    `about` is reported with what the runner says of itself.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class LocalEngine:
         *,
         driver: StepDriver | None = None,
         clock: Callable[[], float] = time.monotonic,
+        about: Mapping[str, float] | None = None,
     ) -> None:
         self._cache = cache
         self._scheduler = scheduler
@@ -87,7 +89,7 @@ class LocalEngine:
         self._driver = StepThread() if driver is None else driver
         self._clock = clock
         self._facts = runner.facts
-        self._about = runner.describe()
+        self._about = {**runner.describe(), **(about or {})}
         self._limits = RequestLimits(self.vocab_size, self.max_context_len, cache.page_size, cache.num_pages)
         self._stats = StatsBoard(cache, scheduler, counters, self._facts, clock)
         self._crank_began_s: float | None = None  # None: the loop waits for a command

@@ -79,16 +79,15 @@ class SpeculationSettings:
 
     The n-gram proposer proposes when the last `ngram_size` tokens occurred before. "draft" needs `draft_model`.
     `row_cost` is what one more token in a step costs, `draft_cost` what a pass of the draft model costs, both as shares
-    of a one-token step; drafts that would not pay off are not made. The defaults were measured with the embedded models
-    and torch's operators; benchmarks/README.md has what a row costs with the compiled kernels.
+    of a one-token step; drafts that would not pay off are not made. None: measured when the engine starts.
     """
 
     method: SpeculationMethod = "off"
     max_draft_tokens: int = 7
     ngram_size: int = 2
     draft_model: ModelSettings | None = None
-    row_cost: float = 0.12
-    draft_cost: float = 0.45
+    row_cost: float | None = None
+    draft_cost: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

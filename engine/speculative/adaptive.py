@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FIRST_ROWS = 2.0
-"""A step with proposals cannot use the ways that are quickest for one row. That costs as much as this many more rows
-(measured, benchmarks/README.md)."""
-
 PRIOR_RATE = 0.6
 PRIOR_TRIALS = 2.0
 """The acceptance rate assumed before any trial, and how many trials the assumption weighs."""
@@ -22,18 +18,10 @@ LONGEST_PAUSE = 64
 
 @dataclass(frozen=True, slots=True)
 class ProposalCost:
-    """A step with k proposals for each request takes 1 + first + row * k times as long as one without."""
+    """A step with k > 0 proposals for each request takes 1 + first + row * k times as long as one without."""
 
     row: float
     first: float
-
-    @classmethod
-    def of(cls, row_cost: float, streams: int, draft_cost: float = 0.0) -> ProposalCost:
-        """For `streams` requests in a step. For a single request, one more row costs `row_cost` steps and a pass of the
-        draft model `draft_cost`. The first pass costs half as much again, since it catches up with what the model
-        generated. A step of n rows takes 1 + row_cost * (n - 1)."""
-        row_share = row_cost / (1.0 + row_cost * (streams - 1))
-        return cls(row_share * streams + draft_cost, row_share * FIRST_ROWS + draft_cost / 2)
 
 
 def best_length(rate: float, cost: ProposalCost, longest: int) -> int:

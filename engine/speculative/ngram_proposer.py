@@ -7,9 +7,10 @@ from collections import OrderedDict
 
 from engine.api import SamplingParams
 from engine.request import LiveRequest
-from engine.speculative.adaptive import DraftLength, ProposalCost
+from engine.speculative.adaptive import DraftLength
 from engine.speculative.ngram import LONGEST_MATCH, Match, NgramIndex
 from engine.speculative.proposers import NOTHING, Proposal
+from engine.speculative.step_costs import StepCosts
 
 MOST_INDEXED_TOKENS = 4 * 2**20
 """Limit for the indexes of idle sessions together; the least recently used are dropped first. About 64 MiB."""
@@ -42,14 +43,14 @@ class NgramProposer:
         self,
         ngram_size: int,
         max_draft_tokens: int,
-        row_cost: float,
+        costs: StepCosts,
         eos_token_ids: frozenset[int] = frozenset(),
         most_indexed_tokens: int = MOST_INDEXED_TOKENS,
     ) -> None:
         """Nothing is proposed past a token that would end the request."""
         self._ngram_size = ngram_size
         self._max_draft_tokens = max_draft_tokens
-        self._row_cost = row_cost
+        self._costs = costs
         self._eos_token_ids = eos_token_ids
         self._most_indexed_tokens = most_indexed_tokens
         self._active: dict[str, _Session] = {}  # by request id
@@ -99,7 +100,7 @@ class NgramProposer:
     def _pays(self, state: _Session, match: Match, request: LiveRequest, position: int) -> int:
         """How many of the match's tokens are worth verifying when the sequence is `position` tokens long."""
         longest = self._until_stop(match.token_ids, request.spec.sampling)
-        cost = ProposalCost.of(self._row_cost, len(self._active))
+        cost = self._costs.of_proposals(len(self._active))
         return state.lengths[self._kind(match.length)].choose(position, longest, cost)
 
     def _until_stop(self, token_ids: tuple[int, ...], sampling: SamplingParams) -> int:

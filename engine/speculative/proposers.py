@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.request import LiveRequest
-from engine.speculative.adaptive import DraftLength, ProposalCost
+from engine.speculative.adaptive import DraftLength
+from engine.speculative.step_costs import StepCosts
 
 MOST_SESSIONS = 4096
 """How many idle sessions' acceptance is remembered."""
@@ -76,12 +77,9 @@ class DraftModelProposer:
     """Says how many tokens the draft model is to propose. All it knows of a session is how its proposals fared so
     far."""
 
-    def __init__(self, max_draft_tokens: int, row_cost: float, draft_cost: float) -> None:
-        """A pass of the draft model proposes one token for each request, and takes `draft_cost` times as long as a pass
-        of the model."""
+    def __init__(self, max_draft_tokens: int, costs: StepCosts) -> None:
         self._max_draft_tokens = max_draft_tokens
-        self._row_cost = row_cost
-        self._draft_cost = draft_cost
+        self._costs = costs
         self._active: dict[str, DraftLength] = {}  # by request id
         self._idle: OrderedDict[str, DraftLength] = OrderedDict()  # by session id, least recently used first
 
@@ -92,7 +90,7 @@ class DraftModelProposer:
 
     def propose(self, request: LiveRequest, limit: int) -> Proposal:
         longest = min(limit, self._max_draft_tokens)
-        cost = ProposalCost.of(self._row_cost, len(self._active), self._draft_cost)
+        cost = self._costs.of_proposals(len(self._active))
         length = self._active[request.request_id]
         return Proposal(model_count=length.choose(len(request.tokens), longest, cost))
 

@@ -227,15 +227,15 @@ class SpeculationArgs(StrictModel):
 
     At most `max_draft_tokens` a step. `ngram_size` tokens that occurred before make the n-gram proposer speak.
     `row_cost` is what one more token in a step costs, `draft_cost` what a pass of the draft model costs, as shares of a
-    step of one token. Defaults are the engine's.
+    step of one token. Without them a replica measures them when it starts.
     """
 
     method: Annotated[SpeculationMethod, BeforeValidator(_yaml_off)] = "off"
     max_draft_tokens: Annotated[int, Field(ge=1, le=64)] = SPECULATION.max_draft_tokens
     ngram_size: Annotated[int, Field(ge=1, le=16)] = SPECULATION.ngram_size
     draft_model: Annotated[ModelArgs | None, Field(validate_default=True)] = None
-    row_cost: Annotated[float, Field(ge=0, lt=1)] = SPECULATION.row_cost
-    draft_cost: Annotated[float, Field(ge=0)] = SPECULATION.draft_cost
+    row_cost: Annotated[float, Field(ge=0, lt=1)] | None = SPECULATION.row_cost
+    draft_cost: Annotated[float, Field(ge=0)] | None = SPECULATION.draft_cost
 
     @field_validator("draft_model")
     @classmethod

@@ -21,6 +21,7 @@ from engine.runner.kv_pool import KVPool, make_kv_pool
 from engine.runner.torch_runner import TorchRunner
 from engine.settings import CacheSettings, ExecutionSettings
 from engine.speculative.ngram_proposer import NgramProposer
+from engine.speculative.step_costs import FREE
 from tests.unit.engine.driver import DRAFTS, Driver, request
 
 LONGEST = 96
@@ -115,7 +116,7 @@ class Schedule:
             chunk_size=rng.choice([1, 3, 7, 16, 64]),
             max_batch_tokens=rng.choice([8, 16, 64]),
             max_running=rng.choice([1, 4, 8]),
-            guesser=NgramProposer(1, DRAFTS, 0.0) if seed % 2 else None,
+            guesser=NgramProposer(1, DRAFTS, FREE) if seed % 2 else None,
             ahead=seed // 2 % 2 == 1,
             decode_steps=rng.choice([1, MOST_STEPS]),
         )

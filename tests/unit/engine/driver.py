@@ -30,6 +30,7 @@ from engine.scheduler import Scheduler
 from engine.settings import SchedulerSettings, SpeculationMethod
 from engine.speculative.ngram_proposer import NgramProposer
 from engine.speculative.proposers import DraftModelProposer, NoProposer, Proposer
+from engine.speculative.step_costs import FREE
 from engine.stats import EngineCounters
 from engine.stops import StopCriteria
 from tests.unit.engine.null_runner import NullRunner, null_generate
@@ -41,8 +42,8 @@ DRAFTS = 4
 def proposer(method: SpeculationMethod) -> Proposer:
     """A proposer that drafts more often than pays, because these tests are about drafts."""
     if method == "ngram":
-        return NgramProposer(2, DRAFTS, 0.0)
-    return DraftModelProposer(DRAFTS, 0.0, 0.0) if method == "draft" else NoProposer()
+        return NgramProposer(2, DRAFTS, FREE)
+    return DraftModelProposer(DRAFTS, FREE) if method == "draft" else NoProposer()
 
 
 def greedy(max_new_tokens: int = 8, **options: Any) -> SamplingParams:

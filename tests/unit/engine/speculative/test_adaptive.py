@@ -6,9 +6,11 @@ import random
 
 import pytest
 
-from engine.speculative.adaptive import FIRST_ROWS, DraftLength, ProposalCost, best_length
+from engine.speculative.adaptive import DraftLength, ProposalCost, best_length
+from engine.speculative.step_costs import StepCosts
 
-COST = ProposalCost.of(0.12, streams=1)
+COSTS = StepCosts(second=0.36, row=0.12)
+COST = COSTS.of_proposals(streams=1)
 
 
 def speed(rate: float, cost: ProposalCost, length: int) -> float:
@@ -19,19 +21,9 @@ def speed(rate: float, cost: ProposalCost, length: int) -> float:
 @pytest.mark.parametrize("rate", [0.0, 0.2, 0.35, 0.5, 0.7, 0.9, 0.99, 1.0])
 @pytest.mark.parametrize("streams", [1, 4, 64])
 def test_best_length_is_the_fastest(rate: float, streams: int) -> None:
-    cost = ProposalCost.of(0.12, streams)
+    cost = COSTS.of_proposals(streams)
     fastest = max(range(9), key=lambda length: (speed(rate, cost, length), -length))
     assert best_length(rate, cost, 8) == fastest
-
-
-def test_cost_of_more_streams() -> None:
-    """A row that is alone costs its share of a step. In a step full of rows it costs what any row costs."""
-    assert ProposalCost.of(0.1, 1) == ProposalCost(0.1, 0.1 * FIRST_ROWS)
-    crowd = ProposalCost.of(0.1, 10_000)
-    assert crowd.row == pytest.approx(1.0, abs=0.01)
-    assert crowd.first == pytest.approx(0.0, abs=0.01)
-    drafting = ProposalCost.of(0.1, 1, draft_cost=0.4)
-    assert (drafting.row, drafting.first) == pytest.approx((0.5, 0.1 * FIRST_ROWS + 0.2))
 
 
 def generate(rate: float, tokens: int, length: DraftLength, seed: int = 1) -> tuple[float, int]:

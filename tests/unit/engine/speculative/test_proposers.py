@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine.api import GenerateRequest, SamplingParams
 from engine.request import LiveRequest
 from engine.speculative.ngram_proposer import NgramProposer
 from engine.speculative.proposers import NOTHING, DraftModelProposer, NoProposer, Proposal
+from engine.speculative.step_costs import StepCosts
 
-ROW_COST = 0.1
+COSTS = StepCosts(0.3, 0.1)
 PHRASE = [11, 12, 13, 14, 15, 16, 17, 18]
 
 
@@ -27,7 +30,7 @@ def accept(request: LiveRequest, tokens: list[int]) -> None:
 
 
 def proposer(**settings: int) -> NgramProposer:
-    return NgramProposer(3, 8, ROW_COST, **settings)
+    return NgramProposer(3, 8, COSTS, **settings)
 
 
 def turn(ngrams: NgramProposer, request: LiveRequest, output: list[int]) -> LiveRequest:
@@ -74,7 +77,7 @@ def test_wrong_proposals_pause_it() -> None:
 
 
 def test_nothing_is_proposed_past_the_end() -> None:
-    ngrams = NgramProposer(3, 8, ROW_COST, eos_token_ids=frozenset({PHRASE[4]}))
+    ngrams = NgramProposer(3, 8, COSTS, eos_token_ids=frozenset({PHRASE[4]}))
     for stops, ignore_eos, count in ((set(), False, 2), (set(), True, 5), ({PHRASE[3]}, False, 1)):
         sampling = SamplingParams(stop_token_ids=frozenset(stops), ignore_eos=ignore_eos)
         request = LiveRequest(GenerateRequest("r", [*PHRASE, *PHRASE[:3]], sampling), 0)
@@ -180,7 +183,7 @@ def test_state_is_bounded_and_forgotten() -> None:
 
 
 def test_a_draft_model_is_asked_for_what_pays() -> None:
-    drafts = DraftModelProposer(6, ROW_COST, draft_cost=0.1)
+    drafts = DraftModelProposer(6, replace(COSTS, draft=0.1))
     request = live([1, 2, 3])
     drafts.begin(request)
     first = drafts.propose(request, 8)
@@ -212,7 +215,7 @@ def test_a_draft_model_costs_more_to_ask() -> None:
     request = live([1, 2, 3])
     counts = []
     for draft_cost in (0.05, 0.3, 1.0):
-        drafts = DraftModelProposer(8, ROW_COST, draft_cost)
+        drafts = DraftModelProposer(8, replace(COSTS, draft=draft_cost))
         drafts.begin(request)
         for _ in range(20):
             drafts.observe(request, 5, 4)
