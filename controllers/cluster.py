@@ -314,7 +314,7 @@ class Cluster:
         StaleEpoch. Other callers give the `open_key`, since the call may be repeated late, when another session has the
         same name.
         """
-        key = session_key(tenant or "", session_id)
+        key = session_id if tenant is None else session_key(tenant, session_id)
         try:
             if epoch is not None:
                 self._claims.fence(key, epoch)

@@ -389,7 +389,7 @@ class ClusterClient:
 
 def _with_session_key(call: TurnCall) -> TurnCall:
     session = call.session
-    if session is None or not call.tenant:
+    if session is None:
         return call
     return replace(call, session=replace(session, session_id=session_key(call.tenant, session.session_id)))
 

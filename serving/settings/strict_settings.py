@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -13,7 +14,13 @@ Seconds = Annotated[float, Field(gt=0)]
 NotEmpty = Annotated[str, Field(min_length=1)]
 NAME_PATTERN = r"^[!-~]+$"
 """Names that clients give: visible ASCII, so that they can travel in a header."""
-Name = Annotated[str, Field(min_length=1, max_length=256, pattern=NAME_PATTERN)]
+MAX_NAME_CHARS = 256
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS, pattern=NAME_PATTERN)]
+
+
+def is_name(text: str) -> bool:
+    """Whether a client may give this name: what `Name` says, for text that no model checks."""
+    return len(text) <= MAX_NAME_CHARS and re.fullmatch(NAME_PATTERN, text) is not None
 
 
 class SettingsError(ValueError):

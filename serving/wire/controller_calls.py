@@ -170,7 +170,7 @@ class ControllerCalls:
         epoch: int | None = None,
         open_key: str | None = None,
     ) -> bool:
-        key = session_key(tenant or "", session_id)
+        key = session_id if tenant is None else session_key(tenant, session_id)
         return await self._of(key).close_session(session_id, tenant, epoch, open_key)
 
     async def close_after(self, session_id: str, epoch: int, turn_key: str) -> None:

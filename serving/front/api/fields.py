@@ -28,7 +28,7 @@ from serving.front.api.keys import Caller
 from serving.front.api.strict_json import StrictBody
 from serving.logs.audit_log import audit_event
 from serving.logs.call_facts import CALL_FACTS
-from serving.settings.strict_settings import NAME_PATTERN
+from serving.settings.strict_settings import MAX_NAME_CHARS, NAME_PATTERN
 from serving.wire.turns import HistoryMode, ModelInfo, OutputConstraint, ServiceError, TurnService
 
 MAX_CALLS = 256
@@ -42,7 +42,7 @@ MAX_RETRIES = 1000
 _SEED_BITS = 2**63 - 1
 _GREEDY_BELOW = 1e-5
 
-Name = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=NAME_PATTERN)]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME_CHARS, pattern=NAME_PATTERN)]
 """An id given by a client."""
 
 Count = Annotated[int, Field(ge=1, le=_MAX_INT)]

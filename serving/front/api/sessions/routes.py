@@ -16,8 +16,9 @@ from serving.front.api.keys import ANYBODY
 from serving.front.api.sessions.trees import close_tree
 from serving.front.api.strict_json import StrictBody, StrictJsonRoute
 from serving.logs.audit_log import audit_event
+from serving.settings.strict_settings import is_name
 from serving.wire.transcripts import conversation_of
-from serving.wire.tree_ids import node_id, told_session, tree_and_request
+from serving.wire.tree_ids import node_id, told_session
 from serving.wire.turns import ServiceError, TurnService, TurnTranscript
 
 MOST_IN_PAGE = 1000
@@ -35,8 +36,9 @@ RequestOfTree = Annotated[Name | None, Query()]
 
 
 async def _named_by_client(session_id: Annotated[str, Path()]) -> str:
-    """Refuses the internal session id of a tree's request: clients name the tree, and the request by `rid`."""
-    if tree_and_request(session_id)[1] is not None:
+    """Refuses what is no name: no session can have it, but it could be the key of another tenant's session, or the
+    internal id of a tree's request. Clients name the tree, and the request by `rid`."""
+    if not is_name(session_id):
         raise _unknown()
     return session_id
 

@@ -136,3 +136,58 @@ async def test_nobody_keeps_a_session_for_ever(
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
     assert "604800 s at most" in reply.json()["error"]["message"]
     assert await listed(client, key("operators")) == []
+
+
+BY_PATH: list[tuple[str, str, Any]] = [
+    ("GET", "", None),
+    ("GET", "?messages=true", None),
+    ("GET", "?rid=r", None),
+    ("POST", "/fork", {"new_session_id": "f"}),
+    ("POST", "/rewind", {"length": 1}),
+    ("POST", "/rewind", {"turn": 0}),
+    ("DELETE", "", None),
+]
+NO_NAMES = ["acme%20diary", "acme%20", "%20diary", "tree%1Fr", "diary%0D", "di%C3%A4ry", "d" * 257]
+ELSEWHERE: list[tuple[str, str, Any, dict[str, str]]] = [
+    ("POST", "/v1/completions", TURN, {"x-session-id": "acme diary"}),
+    ("POST", "/v1/completions", TURN, {"x-session-id": "diary", "x-tenant-id": "acme "}),
+    ("POST", SESSIONS, {"session_id": "acme diary"}, {}),
+    ("POST", "/open_session", {"capacity_of_str_len": 1, "session_id": "acme diary"}, {}),
+    ("POST", "/close_session", {"session_id": "acme diary"}, {}),
+    ("POST", "/generate", {"input_ids": [5], "session_params": {"id": "acme diary"}}, {}),
+    ("POST", "/generate", {"input_ids": [5], "session_params": {"id": "tree", "rid": "x acme diary"}}, {}),
+    ("POST", f"{SESSIONS}/own/fork", {"new_session_id": "acme child"}, {}),
+    ("GET", f"{SESSIONS}/own?rid=acme%20diary", None, {}),
+    ("POST", "/v1/responses", {"input": "a", "previous_response_id": "acme diary"}, {}),
+    ("POST", "/v1/responses", {"input": "a", "conversation": "acme diary"}, {}),
+    ("GET", "/v1/responses/acme%20diary", None, {}),
+    ("DELETE", "/v1/responses/acme%20diary", None, {}),
+    ("POST", "/v1/responses/acme%20diary/cancel", None, {}),
+    ("GET", "/v1/conversations/acme%20diary", None, {}),
+    ("DELETE", "/v1/conversations/acme%20diary", None, {}),
+]
+
+
+async def test_no_id_is_the_key_of_another_tenants_session(client: httpx.AsyncClient) -> None:
+    """The ids in paths were not checked: a caller of no tenant could fork, rewind and close `acme%20diary`, which is
+    the key of the tenant's session."""
+    assert (await turn(client, "diary", **key("acmes"))).status_code == 200
+    for name in ("own", "tree"):
+        opened = {"capacity_of_str_len": 1, "session_id": name, "streaming": name == "own"}
+        assert (await client.post("/open_session", json=opened, headers=key("gateways"))).status_code == 200
+    state = [(await client.get(f"{SESSIONS}/diary?messages=true", headers=key("acmes"))).json()]
+    sessions = await listed(client, key("operators"))
+    for session_id in NO_NAMES:
+        for method, path, body in BY_PATH:
+            asked = f"{SESSIONS}/{session_id}{path}"
+            for name in ("gateways", "acmes"):
+                reply = await client.request(method, asked, json=body, headers=key(name))
+                assert (reply.status_code, reply.json()["error"]["code"]) == (404, "session_not_found"), asked
+        moved = await client.post(f"{SESSIONS}/{session_id}/move", json={}, headers=key("operators"))
+        assert moved.json()["error"]["code"] == "session_not_found"
+    for method, path, body, headers in ELSEWHERE:
+        reply = await client.request(method, path, json=body, headers=key("gateways", **headers))
+        assert reply.status_code in (400, 404), (path, body, headers, reply.text)
+    assert await listed(client, key("operators")) == sessions
+    state.append((await client.get(f"{SESSIONS}/diary?messages=true", headers=key("acmes"))).json())
+    assert state[0] | {"idle_s": 0} == state[1] | {"idle_s": 0}
