@@ -56,7 +56,7 @@ class RayHeadersChecked:
             return
         header = unread.decode("ascii").lower()
         refused = ErrorInfo(400, "invalid_request", f"{header}: Its bytes are not UTF-8.", header)
-        await error_response(scope["path"], refused)(scope, receive, send)
+        await error_response(scope, refused)(scope, receive, send)
 
 
 def _is_text(value: bytes) -> bool:

@@ -102,6 +102,14 @@ class _Answer:
         return self._send(message)
 
 
+def path_in(scope: Scope) -> str:
+    """The request's path in the application. Ray Serve leaves the application's `route_prefix` in the scope's path, and
+    says in `root_path` what it is."""
+    path, prefix = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
+    below = path.removeprefix(prefix)
+    return below if not below or below.startswith("/") else path
+
+
 def route_of(scope: Scope) -> str:
     """The path template of the request's route, which has no ids in it; "-" if no route matched."""
     route = scope.get("route")

@@ -9,7 +9,7 @@ from opentelemetry.trace import SpanKind
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.logs.access_log import route_of
+from serving.logs.access_log import path_in, route_of
 from serving.logs.call_facts import CALL_FACTS
 from serving.trace.open_span import Current, OpenSpan, RequestNow
 from serving.trace.spans import Spans, is_kept, trace_id_of
@@ -26,7 +26,7 @@ class RequestsTraced:
         self._passed_over = passed_over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope["path"] in self._passed_over:
+        if scope["type"] == "lifespan" or path_in(scope) in self._passed_over:
             await self._app(scope, receive, send)
             return
         name, parent = self._spans.named_in(self._spans.parent_in(Headers(scope=scope)))

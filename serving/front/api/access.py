@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.front.api.errors import error_response, refuse
 from serving.front.api.keys import ANYBODY, Caller, KeyRing
+from serving.logs.access_log import path_in
 from serving.logs.audit_log import audit_event
 from serving.wire.turns import ErrorInfo
 
@@ -21,6 +22,9 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 
 CONSOLE_PATH = "/console"
 """The console's files need no key either: what they show comes from calls that need one."""
+
+MOST_PATH_CHARS = 256
+"""So much of a path is in the audit log: anybody can send calls that are refused, with paths as long as they like."""
 
 ONCE = frozenset(
     {"authorization", "host", "idempotency-key", "origin", "x-api-key", "x-session-id", "x-tenant-id"}
@@ -56,15 +60,16 @@ class CallersKnown:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        find_caller = partial(self._caller, scope["path"], Headers(scope=scope))
+        find_caller = partial(self._caller, path_in(scope), Headers(scope=scope))
         caller = find_caller()
         if isinstance(caller, Caller):
             scope.setdefault("state", {}).update(caller=caller, find_caller=find_caller)
             await self._app(scope, receive, send)
             return
-        response = error_response(scope["path"], caller)
+        response = error_response(scope, caller)
         if caller is REFUSED:
-            audit_event("key_refused", level=logging.WARNING, path=scope["path"], client=_address_in(scope))
+            path = scope["path"][:MOST_PATH_CHARS]
+            audit_event("key_refused", level=logging.WARNING, path=path, client=_address_in(scope))
             response.headers["www-authenticate"] = "Bearer"
         await refuse(response, scope, receive, send)
 

@@ -50,7 +50,7 @@ class BrowserCallsChecked:
         if refused is None:
             await self._app(scope, receive, send)
         else:
-            await refuse(error_response(scope["path"], refused), scope, receive, send)
+            await refuse(error_response(scope, refused), scope, receive, send)
 
     def _refused(self, headers: Headers) -> ErrorInfo | None:
         host, origin = headers.get("host", ""), headers.get("origin")

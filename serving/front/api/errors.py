@@ -20,6 +20,7 @@ from starlette.websockets import WebSocket
 
 from serving.front.api.documented_replies import ErrorShape, error_shape
 from serving.front.api.strict_json import InvalidBody
+from serving.logs.access_log import path_in
 from serving.settings.strict_settings import NAME_PATTERN
 from serving.wire.errors import error_info
 from serving.wire.turns import ErrorInfo, ServiceError
@@ -93,8 +94,9 @@ def messages_error(info: ErrorInfo) -> dict[str, Any]:
     return {"type": "error", "error": error, "request_id": f"req_{uuid4().hex}"}
 
 
-def error_response(path: str, info: ErrorInfo) -> Response:
-    """The error in the shape of the protocol that `path` belongs to."""
+def error_response(scope: Scope, info: ErrorInfo) -> Response:
+    """The error in the shape of the protocol that the call's path belongs to."""
+    path = path_in(scope)
     status = info.status
     if (
         not error_shape(path).has_statuses
@@ -195,7 +197,7 @@ def _code_of(status: int) -> str:
 async def _on_service_error(connection: Request | WebSocket, error: Exception) -> Response | None:
     """For a WebSocket, only before it is accepted: later errors are sent as messages."""
     assert isinstance(error, ServiceError)
-    response = error_response(connection.scope["path"], error.info)
+    response = error_response(connection.scope, error.info)
     if isinstance(connection, Request):
         return response
     await refuse(response, connection.scope, connection.receive, connection.send)
@@ -204,24 +206,24 @@ async def _on_service_error(connection: Request | WebSocket, error: Exception) -
 
 async def _on_bad_handshake(websocket: WebSocket, error: Exception) -> None:
     assert isinstance(error, WebSocketRequestValidationError)
-    response = error_response(websocket.scope["path"], validation_info(error.errors()[0]))
+    response = error_response(websocket.scope, validation_info(error.errors()[0]))
     await refuse(response, websocket.scope, websocket.receive, websocket.send)
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return error_response(request.scope["path"], validation_info(error.errors()[0]))
+    return error_response(request.scope, validation_info(error.errors()[0]))
 
 
 async def _on_invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, InvalidBody)
-    return error_response(request.scope["path"], validation_info(error.error))
+    return error_response(request.scope, validation_info(error.error))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     info = said_of(error)
-    response = _in_shape(request.scope["path"], info, info.status)
+    response = _in_shape(path_in(request.scope), info, info.status)
     response.headers.update(error.headers or {})
     return response
 
@@ -260,7 +262,7 @@ class UnexpectedErrors:
             logger.exception("%s %s failed", scope.get("method", "WebSocket"), scope["path"])
             if started:
                 raise
-            await refuse(error_response(scope["path"], error_info(error)), scope, receive, send)
+            await refuse(error_response(scope, error_info(error)), scope, receive, send)
 
 
 def install_error_handlers(app: FastAPI) -> None:

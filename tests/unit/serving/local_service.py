@@ -333,9 +333,11 @@ async def local_client(directory: Path) -> AsyncIterator[tuple[httpx.AsyncClient
 
 
 @asynccontextmanager
-async def http_server(app: FastAPI) -> AsyncIterator[str]:
-    """Serves the application over real HTTP on this event loop. Yields its address."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None))
+async def http_server(app: FastAPI, *, root_path: str = "") -> AsyncIterator[str]:
+    """Serves the application over real HTTP on this event loop. Yields its address. `root_path`: the application sees
+    this prefix before its paths, as it does from Ray Serve."""
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, root_path=root_path)
+    server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)

@@ -61,7 +61,12 @@ class Traced:
 
 @asynccontextmanager
 async def traced_service(
-    directory: Path, logs: LogsArgs | None = None, *, max_running: int = 64, **tracing: Any
+    directory: Path,
+    logs: LogsArgs | None = None,
+    *,
+    max_running: int = 64,
+    root_path: str = "",
+    **tracing: Any,
 ) -> AsyncIterator[Traced]:
     async with AsyncExitStack() as stack:
         collector = stack.enter_context(running_collector())
@@ -80,7 +85,7 @@ async def traced_service(
         )
         service = DispatchedService(failover)
         app = create_http_app(lambda: service, recorder=Recorder(logs or LogsArgs(), front))
-        address = await stack.enter_async_context(http_server(app))
+        address = await stack.enter_async_context(http_server(app, root_path=root_path))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=address, timeout=30.0))
         yield Traced(client, failover, collector, [front, replicas])
 

@@ -271,6 +271,15 @@ def test_nobody_writes_a_line_of_the_audit_log_by_a_path(caplog: pytest.LogCaptu
     assert said.endswith(" client=::1")
 
 
+async def test_a_refused_call_writes_no_more_than_a_line(tmp_path: Path, log: ServeLog) -> None:
+    """Its whole path was in the audit log, and so anybody filled that."""
+    async with local_service(tmp_path) as service:
+        client = client_of(create_http_app(lambda: service, keys=KeyRing({"KEDGE_API_KEYS": "k1"})))
+        assert (await client.get("/v1/" + "%01" * 5000)).status_code == 401
+    assert log.one("kedge.audit")["path"] == "/v1/" + "\x01" * 252
+    assert len(log.text) < 5000
+
+
 def test_the_audit_log_does_not_depend_on_the_level(log: ServeLog) -> None:
     log_with_serve(LogsArgs(level="ERROR", format="json"))
     audit_event("replica_drained", replica_id="r1")

@@ -261,10 +261,13 @@ async def test_a_session_that_has_moved_is_no_failure(traced: Traced) -> None:
     assert [span.failed for span in attempts] == [False]
 
 
-async def test_health_checks_and_scrapes_have_no_spans(traced: Traced) -> None:
-    for path in ("/health", "/ping", "/metrics"):
-        assert (await traced.client.get(path)).status_code == 200
-    assert (await traced.sent()).spans == []
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+async def test_health_checks_and_scrapes_have_no_spans(tmp_path: Path, prefix: str) -> None:
+    """Behind a `route_prefix` they had one each."""
+    async with traced_service(tmp_path, root_path=prefix) as traced:
+        for path in ("/health", "/ping", "/metrics"):
+            assert (await traced.client.get(path)).status_code == 200
+        assert (await traced.sent()).spans == []
 
 
 async def test_a_route_is_named_by_its_template(traced: Traced) -> None:
