@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from engine.models.errors import ModelNotFound
@@ -16,7 +17,7 @@ IGNORED_FILES = ["*/*"]
 def find_model(path: str, revision: str | None = None) -> Path:
     """A local directory as it is. Anything else is a hub id, fetched into the hub's cache at that commit, tag or branch
     (None: its main branch). Raises ModelNotFound."""
-    directory = Path(path).expanduser()
+    directory = Path(os.path.expanduser(path))  # pathlib's raises for a user that is not known
     if directory.is_dir():
         return directory
     if path.count("/") > 1 or path.startswith((".", "~")):

@@ -56,6 +56,7 @@ WAIT_MS = 300
 MOST_WAIT_MS = 900
 """Less than the second that the controller waits for any answer of Redis."""
 MOST_SHARDS = 64
+STATE_DIR = "controller.state_dir"
 
 SHORTEST_HEARTBEAT_INTERVAL_S = 0.1
 """More heartbeats keep the controller, and a replica's event loop, from what they are for."""
@@ -279,7 +280,7 @@ class ControllerArgs(StrictModel):
                 self.encrypted,
                 self.shards,
             )
-        path = str(state_path(self.state_dir) / "sessions.sqlite3")
+        path = str(state_path(self.state_dir, STATE_DIR) / "sessions.sqlite3")
         return SqliteLogSettings(path, self.full_sync, self.encrypted, self.shards)
 
 
@@ -419,7 +420,7 @@ def check_file(path: str) -> list[AppArgs]:
     ingresses = [application.ingress for application in applications]
     own: dict[str, list[Any]] = {
         "controller.name": [name for controller in controllers for name in controller.actor_names()],
-        "controller.state_dir": [str(state_path(controller.state_dir)) for controller in in_files],
+        STATE_DIR: [str(state_path(controller.state_dir, f"args.{STATE_DIR}")) for controller in in_files],
         "ingress.operator_port": [each.operator_port for each in ingresses if each.operator_port is not None],
     }
     for key, values in own.items():

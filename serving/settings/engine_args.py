@@ -190,7 +190,7 @@ class CacheArgs(StrictModel):
             window_ratio=self.window_ratio,
             host_size_bytes=self._host_size_bytes(),
             disk_size_bytes=self.disk_mib * _MIB,
-            disk_path=None if self.disk_path is None else str(state_path(self.disk_path)),
+            disk_path=None if self.disk_path is None else str(state_path(self.disk_path, "cache.disk_path")),
             disk_encrypted=self.disk_encrypted,
             books=self.books,
         )

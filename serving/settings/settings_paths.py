@@ -29,10 +29,14 @@ def resolve_path(path: str) -> str:
     return path
 
 
-def state_path(directory: str) -> Path:
-    """Absolute path of a directory that is written to; relative ones start at `state_root`."""
-    root = state_root(project_root(), os.environ)
-    return (root / Path(directory).expanduser()).resolve()
+def state_path(directory: str, setting: str) -> Path:
+    """Absolute path of a directory that is written to; relative ones start at `state_root`. Raises SettingsError, which
+    names the `setting`, if the path begins at a home directory that nobody knows here."""
+    try:
+        root = state_root(project_root(), os.environ)
+        return (root / Path(directory).expanduser()).resolve()
+    except RuntimeError as error:  # pathlib's, for `~nobody` and for a user without a home
+        raise SettingsError(f"{setting}: {directory!r} leads nowhere: {error}") from error
 
 
 def state_root(package_root: Path, environment: Mapping[str, str]) -> Path:

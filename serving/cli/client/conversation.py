@@ -14,6 +14,7 @@ from serving.cli.client.server import (
     MODE_HEADER,
     SESSION_HEADER,
     ServerError,
+    not_text,
     refused,
     request_json,
     unreachable,
@@ -115,7 +116,8 @@ class Conversation:
         self._started = False
 
     def turn(self, text: str) -> TurnStream:
-        """Sends the user's words. Call `commit` after the stream has ended without an error."""
+        """Sends the user's words. Call `commit` after the stream has ended without an error. Raises ServerError for
+        words that cannot be sent."""
         messages = [{"role": "user", "content": text}]
         if self._system and not self._started:
             messages.insert(0, {"role": "system", "content": self._system})
@@ -127,7 +129,10 @@ class Conversation:
             **self._sampling,
         }
         headers = {SESSION_HEADER: self.session_id, MODE_HEADER: "append"}
-        request = self._client.build_request("POST", "/v1/chat/completions", json=body, headers=headers)
+        try:
+            request = self._client.build_request("POST", "/v1/chat/completions", json=body, headers=headers)
+        except UnicodeError as error:
+            raise not_text(error) from error
         return TurnStream(self._client, request)
 
     def commit(self) -> None:

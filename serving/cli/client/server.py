@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ from serving.cli.client.stream import error_message
 SESSION_HEADER = "x-session-id"
 MODE_HEADER = "x-session-mode"
 TENANT_HEADER = "x-tenant-id"
+MAX_NAME_CHARS = 256
 
 
 class ServerError(Exception):
@@ -21,16 +23,31 @@ class ServerError(Exception):
         self.status = status
 
 
+def checked_name(name: str, given_as: str) -> str:
+    """The name, if a server takes such names. Otherwise raises ServerError, which says how the name was given, and
+    nothing of the name: it may be a key in the wrong place."""
+    if not 0 < len(name) <= MAX_NAME_CHARS or " " in name or not _fits_a_header(name):
+        raise ServerError(f"{given_as}: use 1 to {MAX_NAME_CHARS} visible ASCII characters, no spaces")
+    return name
+
+
 def authorization(api_key: str | None) -> dict[str, str]:
-    """The header with the key; empty if there is no key."""
-    return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    """The header with the key; empty if there is no key. White space around the key, such as the end of a file's line,
+    is no part of it. Raises ServerError, which says nothing of the key, if a header cannot have it."""
+    key = (api_key or "").strip()
+    if not _fits_a_header(key):
+        raise ServerError("--api-key or KEDGE_API_KEY: use visible ASCII characters")
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def server_at(
     url: str, api_key: str | None = None, *, timeout: httpx.Timeout | float, tenant: str | None = None
 ) -> httpx.Client:
-    """A client for one server; `timeout` in seconds. `tenant`: whose sessions are meant if the key has no tenant."""
-    headers = authorization(api_key) | ({} if tenant is None else {TENANT_HEADER: tenant})
+    """A client for one server; `timeout` in seconds. `tenant`: whose sessions are meant if the key has no tenant.
+    Raises ServerError for a key, a tenant or a `url` that cannot be one."""
+    headers = authorization(api_key)
+    if tenant is not None:
+        headers[TENANT_HEADER] = checked_name(tenant, "--tenant or KEDGE_TENANT")
     try:
         return httpx.Client(base_url=url, headers=headers, timeout=timeout)
     except (
@@ -39,6 +56,20 @@ def server_at(
         ImportError,
     ) as error:  # the last two: a proxy that httpx cannot use
         raise ServerError(f"{url} cannot be called: {error}") from error
+
+
+def _fits_a_header(text: str) -> bool:
+    return text.isascii() and text.isprintable()
+
+
+def not_text(error: UnicodeError) -> ServerError:
+    """An error about text that UTF-8 cannot write, and that was therefore not sent."""
+    return ServerError(f"nothing was sent, because it is not all text: {error}")
+
+
+def not_kedge(client: httpx.Client) -> ServerError:
+    """An error about a reply that Kedge would not give."""
+    return ServerError(f"what answers at {client.base_url} is not Kedge")
 
 
 def unreachable(url: str, error: Exception) -> ServerError:
@@ -60,6 +91,8 @@ def request_json(client: httpx.Client, method: str, path: str, body: object = No
     """The decoded reply. Raises ServerError if there is no reply, an error reply, or one that is not JSON."""
     try:
         response = client.request(method, path, json=body)
+    except UnicodeError as error:
+        raise not_text(error) from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise unreachable(str(client.base_url), error) from error
     if response.is_error:
@@ -68,6 +101,17 @@ def request_json(client: httpx.Client, method: str, path: str, body: object = No
         return response.json() if response.content else None
     except ValueError as error:
         raise ServerError(f"{path} did not answer with JSON") from error
+
+
+def ask_kedge(
+    client: httpx.Client, method: str, path: str, body: object = None, *, fields: Collection[str]
+) -> dict[str, Any]:
+    """The decoded reply, an object that has the `fields`. Raises ServerError as `request_json` does, and for a reply
+    without them, which another server has given."""
+    found = request_json(client, method, path, body)
+    if not isinstance(found, dict) or not found.keys() >= set(fields):
+        raise not_kedge(client)
+    return found
 
 
 def first_model(client: httpx.Client) -> str:

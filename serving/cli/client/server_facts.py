@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from serving.cli.client.server import ServerError, request_json
+from serving.cli.client.server import ServerError, ask_kedge, request_json
 
 NOT_ALLOWED = (401, 403)
 LIMITS = {
@@ -79,10 +79,7 @@ class ServerFacts:
 
 def gather_facts(client: httpx.Client) -> ServerFacts:
     """Raises ServerError if no server answers or if it is not Kedge."""
-    told = request_json(client, "GET", "/version")
-    if not isinstance(told, dict) or "version" not in told:
-        raise ServerError(f"what answers at {client.base_url} is not Kedge")
-    version = str(told["version"])
+    version = str(ask_kedge(client, "GET", "/version", fields=("version",))["version"])
     info, refusal = None, None
     try:
         info = request_json(client, "GET", "/get_server_info")
@@ -94,7 +91,7 @@ def gather_facts(client: httpx.Client) -> ServerFacts:
         url=str(client.base_url).rstrip("/"),
         version=version,
         healthy=_is_healthy(client),
-        models=list(request_json(client, "GET", "/v1/models")["data"]),
+        models=list(ask_kedge(client, "GET", "/v1/models", fields=("data",))["data"]),
         info=info,
         refusal=refusal,
     )

@@ -7,13 +7,28 @@ from urllib.parse import quote, urlencode
 
 import httpx
 
-from serving.cli.client.server import request_json
+from serving.cli.client.server import ask_kedge, checked_name, request_json
 
 SESSIONS_PATH = "/v1/kedge/sessions"
 
 
+_SHOWN = (
+    "session_id",
+    "replica_id",
+    "epoch",
+    "tokens",
+    "turns",
+    "size_bytes",
+    "in_turn",
+    "idle_s",
+    "messages",
+    "checkpoints",
+)
+"""What `kedge sessions show` prints of a session."""
+
+
 def path_of(session_id: str, action: str = "") -> str:
-    return f"{SESSIONS_PATH}/{quote(session_id, safe='')}{action}"
+    return f"{SESSIONS_PATH}/{quote(checked_name(session_id, 'SESSION_ID'), safe='')}{action}"
 
 
 def all_sessions(client: httpx.Client) -> list[dict[str, Any]]:
@@ -21,7 +36,7 @@ def all_sessions(client: httpx.Client) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     path = SESSIONS_PATH
     while True:
-        page = request_json(client, "GET", path)
+        page = ask_kedge(client, "GET", path, fields=("sessions",))
         rows += page["sessions"]
         if (after := page.get("next")) is None:
             return rows
@@ -30,8 +45,7 @@ def all_sessions(client: httpx.Client) -> list[dict[str, Any]]:
 
 def read_session(client: httpx.Client, session_id: str) -> dict[str, Any]:
     """The ledger's entry of one session, with its `messages` and `checkpoints`."""
-    found: dict[str, Any] = request_json(client, "GET", path_of(session_id, "?messages=true"))
-    return found
+    return ask_kedge(client, "GET", path_of(session_id, "?messages=true"), fields=_SHOWN)
 
 
 def fork_session(
@@ -48,8 +62,8 @@ def fork_session(
     Returns its `session_id`, its `tokens`, and the `cached_tokens` whose KV it shares.
     """
     body = {"length": at, "turn": turn, "new_session_id": new_session_id}
-    forked: dict[str, Any] = request_json(client, "POST", path_of(session_id, "/fork"), _given(body))
-    return forked
+    told = ("session_id", "tokens", "cached_tokens")
+    return ask_kedge(client, "POST", path_of(session_id, "/fork"), _given(body), fields=told)
 
 
 def rewind_session(
@@ -57,14 +71,13 @@ def rewind_session(
 ) -> dict[str, Any]:
     """Keeps the first `to` committed tokens, or those up to the end of `turn`. Returns `session_id` and `tokens`."""
     body = _given({"length": to, "turn": turn})
-    kept: dict[str, Any] = request_json(client, "POST", path_of(session_id, "/rewind"), body)
-    return kept
+    return ask_kedge(client, "POST", path_of(session_id, "/rewind"), body, fields=("session_id", "tokens"))
 
 
 def move_session(client: httpx.Client, session_id: str, to: str | None) -> dict[str, Any]:
     """Moves it to replica `to`; None: any other. Returns `session_id`, `from`, `to`, `epoch` and `moved`."""
-    moved: dict[str, Any] = request_json(client, "POST", path_of(session_id, "/move"), {"to": to})
-    return moved
+    told = ("session_id", "from", "to", "epoch", "moved")
+    return ask_kedge(client, "POST", path_of(session_id, "/move"), {"to": to}, fields=told)
 
 
 def close_session(client: httpx.Client, session_id: str) -> None:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from serving.cli.client.server import request_json, server_at
+from serving.cli.client.server import ask_kedge, server_at
 from serving.cli.commands.failure import one_line_errors
 from serving.cli.commands.options import DEFAULT_URL, ApiKey, AsJson, Url
 
@@ -27,7 +27,7 @@ def audit(
 ) -> None:
     """Check every KV page of every replica. Exit status 1 if a page is lost, counted twice or could not be checked."""
     with one_line_errors("audit"), server_at(url, api_key, timeout=60.0) as client:
-        found = request_json(client, "GET", AUDIT_PATH)
+        found = ask_kedge(client, "GET", AUDIT_PATH, fields=("clean", "error", "replicas"))
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.segment import Segment, Segments
 
 from serving.cli.client.conversation import Conversation, TurnTiming
-from serving.cli.client.server import ServerError, first_model, server_at
+from serving.cli.client.server import ServerError, checked_name, first_model, server_at
 from serving.cli.commands.failure import one_line_errors
 from serving.cli.commands.options import DEFAULT_URL, ApiKey, Url
 from serving.cli.commands.printable import printable
@@ -57,6 +57,8 @@ def chat(
     sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
     sampling = {name: value for name, value in sampling.items() if value is not None}
     with one_line_errors("chat"), server_at(url, api_key, timeout=TIMEOUT) as client:
+        if session is not None:
+            checked_name(session, "--session")
         model_id = model or first_model(client)
 
         def start(session_id: str | None) -> Conversation:

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import typer
 
-from serving.cli.client.server import request_json, server_at
+from serving.cli.client.server import ask_kedge, checked_name, server_at
 from serving.cli.commands.failure import one_line_errors
 from serving.cli.commands.options import DEFAULT_URL, ApiKey, AsJson, ReplicaId, Url
 
@@ -22,7 +22,8 @@ def drain(
 ) -> None:
     """Drain a replica: it hands over its sessions, finishes its turns and ends. Ray Serve then starts another one."""
     with one_line_errors("drain"), server_at(url, api_key, timeout=TIMEOUT_S) as client:
-        reply = request_json(client, "POST", f"/v1/kedge/replicas/{quote(replica, safe='')}/drain")
+        path = f"/v1/kedge/replicas/{quote(checked_name(replica, 'REPLICA'), safe='')}/drain"
+        reply = ask_kedge(client, "POST", path, fields=("replica_id",))
     if as_json:
         typer.echo(json.dumps(reply))
         return

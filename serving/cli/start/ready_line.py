@@ -28,7 +28,7 @@ LONGEST_S = 3600.0
 def answer(url: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
     """The JSON at `url`; None if there is none or an error. It uses no proxy: the server is on this machine."""
     request = urllib.request.Request(url)
-    if key := os.environ.get("KEDGE_API_KEY"):
+    if key := os.environ.get("KEDGE_API_KEY", "").strip():
         request.add_header("authorization", f"Bearer {key}")
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(

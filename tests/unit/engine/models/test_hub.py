@@ -63,3 +63,5 @@ def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
     assert find_model(str(tmp_path)) == tmp_path
     with pytest.raises(ModelNotFound, match="no such directory"):
         find_model(str(tmp_path / "nowhere"))
+    with pytest.raises(ModelNotFound, match="~nosuchuser/a: no such directory"):
+        find_model("~nosuchuser/a")

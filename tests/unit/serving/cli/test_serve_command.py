@@ -95,6 +95,9 @@ def test_bad_settings_are_named_before_ray_is_asked_for(kedge: Kedge, tmp_path: 
     why = refused(kedge.serve("--address", "nonsense", config=config))
     assert f"{config}: bad application settings:" in why
     assert "args.cache: unknown key 'page_sise'; did you mean 'page_size'?" in why
+    config.write_text(CONFIG.read_text().replace("state_dir: .kedge", "state_dir: ~nosuchuser/x"))
+    why = refused(kedge.serve("--address", "nonsense", config=config))
+    assert f"{config}: args.controller.state_dir: '~nosuchuser/x' leads nowhere" in why
 
 
 @pytest.mark.parametrize(("text", "reason"), [(None, "No such file"), ("a: [", "expected the node content")])

@@ -361,8 +361,8 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     assert resolve_path("elsewhere") == str(tmp_path / "elsewhere")
     assert resolve_path("some-org/some-model") == "some-org/some-model"
-    assert state_path(".kedge") == project_root() / ".kedge"
-    assert state_path(str(tmp_path)) == tmp_path
+    assert state_path(".kedge", "a.setting") == project_root() / ".kedge"
+    assert state_path(str(tmp_path), "a.setting") == tmp_path
 
 
 @pytest.mark.parametrize("path", sorted((project_root() / "configs").glob("*.yaml")), ids=lambda p: p.name)
