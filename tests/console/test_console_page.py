@@ -126,6 +126,38 @@ def test_a_request_of_a_tree_offers_nothing_that_would_end_the_tree(
         expect(buttons.get_by_role("button", name=name)).to_be_hidden()
 
 
+def test_an_event_of_a_request_of_a_tree_leads_to_the_request(served: ServedService, console: Open) -> None:
+    """The page said that the session was not among those that were used last."""
+    with httpx.Client(base_url=served.address) as client:
+        tree = client.post("/open_session", json={"capacity_of_str_len": 1000}).json()
+        body = {"input_ids": [1, 2, 3], "rid": "first", "sampling_params": {"max_new_tokens": 2}}
+        assert client.post("/generate", json=body | {"session_params": {"id": tree}}).status_code == 200
+    page = console(served.address).live().page
+    page.locator("#events").get_by_role("button", name=f"{tree} · first", exact=True).first.click()
+    expect(page.locator("#history-title")).to_have_text(f"Session {tree} · first")
+
+
+def test_a_message_shows_its_words_and_its_calls(served: ServedService, console: Open) -> None:
+    """The calls of a message that had words, too, were not shown."""
+    call = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": '{"dog": "Rex"}'}}
+    messages = [
+        {"role": "user", "content": "Where is Rex?"},
+        {"role": "assistant", "content": "I look it up.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "In the garden."},
+    ]
+    reply = httpx.post(
+        f"{served.address}/v1/chat/completions",
+        json={"messages": messages, "max_tokens": 2},
+        headers={"x-session-id": "dogs"},
+    )
+    assert reply.status_code == 200, reply.text
+    page = console(served.address).live().page
+    chosen(page, "dogs")
+    asked = page.locator("#turns .message.assistant").first
+    expect(asked).to_contain_text("I look it up.")
+    expect(asked).to_contain_text("look_up")
+
+
 def test_sessions_are_sorted_and_filtered(served: ServedService, console: Open) -> None:
     service = served.service
     for name, tenant in (("ab", "acme"), ("bc", "other"), ("cd", "acme")):

@@ -169,7 +169,9 @@ export class History {
   }
 }
 
-function message(said) {
-  const content = typeof said.content === "string" ? said.content : JSON.stringify(said.content ?? said.tool_calls);
-  return el("div", { class: `message ${said.role}` }, el("b", {}, said.role), " ", content);
+// A message may have words, or calls of tools, or both.
+function message({ role, content, tool_calls: calls }) {
+  const words = typeof content === "string" ? content : JSON.stringify(content ?? undefined);
+  const told = [words, calls?.length ? JSON.stringify(calls) : null].filter((part) => part);
+  return el("div", { class: `message ${role}` }, el("b", {}, role), " ", told.join("\n"));
 }

@@ -20,7 +20,7 @@ class Console {
     this.watching = null;
     this.memory = new Memory();
     this.sessions = new Sessions((row) => this.choose(row));
-    this.events = new Events((id, tenant) => this.chooseById(id, tenant));
+    this.events = new Events((id, tenant, rid) => this.chooseById(id, tenant, rid));
     const wantsKey = (error) => this.askKey(error.message);
     this.history = new History(this.api, {
       chat: (row) => this.chatIn(row.session_id, row.tenant),
