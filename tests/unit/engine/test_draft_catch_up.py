@@ -6,6 +6,7 @@ import pytest
 
 from engine.request import LiveRequest
 from engine.speculative.proposers import DraftModelProposer, Proposal
+from engine.speculative.step_costs import FREE
 from tests.unit.engine.driver import DRAFTS, VOCAB, Driver, request
 from tests.unit.engine.null_runner import null_generate
 
@@ -25,7 +26,7 @@ class LateProposer(DraftModelProposer):
 @pytest.mark.parametrize("budget", [8, 16, 64])
 def test_it_catches_up_within_the_budget_of_a_step(budget: int) -> None:
     driver = Driver(
-        speculation="draft", guesser=LateProposer(DRAFTS, 0.0, 0.0), max_batch_tokens=budget, chunk_size=4
+        speculation="draft", guesser=LateProposer(DRAFTS, FREE), max_batch_tokens=budget, chunk_size=4
     )
     driver.add(request("a", PROMPT, ANSWER_LEN))
     driver.run()
