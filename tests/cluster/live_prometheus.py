@@ -20,6 +20,9 @@ MONITORING = ROOT / "configs" / "monitoring"
 SCRAPE_S, EVALUATION_S = 1, 0.5
 SHORTEST_RANGE_S = 4.0
 """The shortest range in a rule. A rate needs two samples."""
+FASTER, LONGEST_FOR_S = 30.0, 5.0
+"""At this factor and above no `for` is longer. That alerts wait for long enough is a matter of the rules' unit tests,
+alerts_test.yml."""
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 Alert = dict[str, Any]
 
@@ -32,10 +35,11 @@ def shortened(rules: dict[str, Any], factor: float) -> dict[str, Any]:
     """The rules with each range and each `for` divided by `factor`. A label `hurry` gives the factor, so that several
     copies can be told apart. Thresholds stay: they are shares, or seconds that a client waits."""
     hurry = f"{factor:g}"
+    longest_for_s = LONGEST_FOR_S if factor >= FASTER else math.inf
 
-    def less(text: str, shortest_s: float) -> str:
+    def less(text: str, shortest_s: float, longest_s: float = math.inf) -> str:
         seconds = float(text[:-1]) * UNITS_S[text[-1]] / factor
-        return f"{max(seconds, shortest_s) * 1000:.0f}ms"
+        return f"{min(max(seconds, shortest_s), longest_s) * 1000:.0f}ms"
 
     for group in rules["groups"]:
         group["name"] += f"-{hurry}"
@@ -44,7 +48,7 @@ def shortened(rules: dict[str, Any], factor: float) -> dict[str, Any]:
             rule["expr"] = re.sub(r"kedge:\w+:\w+", rf'\g<0>{{hurry="{hurry}"}}', expr)
             rule.setdefault("labels", {})["hurry"] = hurry
             if "for" in rule:
-                rule["for"] = less(rule["for"], 0.0)
+                rule["for"] = less(rule["for"], 0.0, longest_for_s)
     return rules
 
 
@@ -120,9 +124,7 @@ class LivePrometheus(Prometheus):
         self._target = f"127.0.0.1:{port}"
         self._targets = self.directory / "targets.json"
         for factor in factors:
-            rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())
-            path = self.directory / f"rules-{factor:g}.yml"
-            path.write_text(yaml.safe_dump(shortened(rules, factor)))
+            self._write_rules(factor)
         self._configure(SCRAPE_S, EVALUATION_S)
         self.reach()
 
@@ -132,6 +134,11 @@ class LivePrometheus(Prometheus):
         fresh = self._targets.with_suffix(".new")
         fresh.write_text(json.dumps([{"targets": [target], "labels": {"instance": "kedge"}}]))
         fresh.replace(self._targets)
+
+    def evaluate_too(self, factor: float) -> None:
+        """Evaluates from now on one more copy of the rules."""
+        self._write_rules(factor)
+        self.read_config_again()
 
     def scrape_every(self, interval_s: int, evaluation_s: float = EVALUATION_S) -> None:
         """Changes the intervals. A page without the controller takes three seconds, and a scrape may not take longer
@@ -168,6 +175,11 @@ class LivePrometheus(Prometheus):
         groups = self.client.get("/api/v1/rules").json()["data"]["groups"]
         found = [rule for group in groups for rule in group["rules"] if rule["name"] == name]
         return [(rule["alerts"], rule["query"], self.query(rule["query"])) for rule in found]
+
+    def _write_rules(self, factor: float) -> None:
+        rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())
+        path = self.directory / f"rules-{factor:g}.yml"
+        path.write_text(yaml.safe_dump(shortened(rules, factor)))
 
     def _configure(self, interval_s: int, evaluation_s: float) -> None:
         shipped = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
