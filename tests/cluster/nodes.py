@@ -44,6 +44,7 @@ class Nodes:
         environment.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests" / "cluster")]))
         environment.setenv("RAY_REDIS_ADDRESS", f"127.0.0.1:{self.redis_port}")
         environment.setenv("RAY_SERVE_WORKER_PROXY_HTTP_PORT", str(self.worker_port))
+        environment.setenv("RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S", "5")  # not 30, to wait less
         environment.setenv("RAY_SERVE_SESSION_ID_HEADER_KEY", "x-ray-session-id")  # as `make serve`
         environment.setenv(
             "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "serving.front.ray_headers:middlewares"
