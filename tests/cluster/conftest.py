@@ -14,6 +14,9 @@ from served_cluster import ROOT, ServedCluster, as_shipped
 AT_EVERY_CHANGE = {"test_clients.py", "test_failover.py", "test_pinning.py", "test_ray_tokens.py"}
 """Files that run at every change. The others take minutes and are part of `make test-all`."""
 
+JUST_AFTER = {"test_alerts.py": "test_boards.py"}
+"""Files that come just after another one, because both have the shared cluster with the same changes."""
+
 
 FAILED = pytest.StashKey[bool]()
 
@@ -28,7 +31,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.cluster)
         if item.path.name not in AT_EVERY_CHANGE:
             item.add_marker(pytest.mark.slow)
-    items[:] = elsewhere + sorted(here, key=_changes)
+    items[:] = elsewhere + sorted(here, key=_place)
+
+
+def _place(item: pytest.Item) -> tuple[int, str, str]:
+    """By how the file uses the shared cluster, and then by the file."""
+    name = item.path.name
+    return (_changes(item), JUST_AFTER.get(name, name), name if name in JUST_AFTER else "")
 
 
 def _changes(item: pytest.Item) -> int:
