@@ -11,10 +11,15 @@ import httpx
 import pytest
 from served_cluster import ROOT, ServedCluster, as_shipped
 
+from tests.unit.serving.otlp_collector import Collector, running_collector
+
 AT_EVERY_CHANGE = {"test_clients.py", "test_failover.py", "test_pinning.py", "test_ray_tokens.py"}
 """Files that run at every change. The others take minutes and are part of `make test-all`."""
 
-JUST_AFTER = {"test_alerts.py": "test_boards.py"}
+JUST_AFTER = {
+    "test_alerts.py": "test_boards.py",
+    "test_traces_and_logs.py": "test_durable_conversations_live.py",
+}
 """Files that come just after another one, because both have the shared cluster with the same changes."""
 
 
@@ -73,6 +78,13 @@ def shared_cluster() -> Iterator[ServedCluster]:
         yield served
     finally:
         served.stop()
+
+
+@pytest.fixture(scope="session")
+def collector() -> Iterator[Collector]:
+    """Takes the spans of clusters that are traced."""
+    with running_collector() as collector:
+        yield collector
 
 
 @pytest.fixture(scope="module")

@@ -9,20 +9,16 @@ from typing import Any
 import httpx
 import pytest
 from served_cluster import ServedCluster, eventually
+from traced_cluster import durable_and_traced
+
+from tests.unit.serving.otlp_collector import Collector
 
 INGRESS = "ray::ServeReplica:kedge:Ingress"
 
 
-def durable(document: dict[str, Any]) -> None:
-    document["applications"][0]["args"].setdefault("sessions", {})["unnamed"] = {
-        "durable": True,
-        "affinity": {"cookie": "stick"},
-    }
-
-
 @pytest.fixture(scope="module")
-def cluster(shared_cluster: ServedCluster) -> ServedCluster:
-    shared_cluster.use(durable)
+def cluster(shared_cluster: ServedCluster, collector: Collector) -> ServedCluster:
+    shared_cluster.use(durable_and_traced(collector.endpoint))
     return shared_cluster
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from served_cluster import ServedCluster, eventually
+from traced_cluster import durable_and_traced
 
-from tests.unit.serving.otlp_collector import Collector, running_collector
+from tests.unit.serving.otlp_collector import Collector, Span
 
 TRACE_ID, CLIENTS_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SECRET = "the cat is called Tibbles"
@@ -30,19 +31,8 @@ POST {CHAT}
 
 
 @pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    with running_collector() as collector:
-        yield collector
-
-
-@pytest.fixture(scope="module")
 def cluster(shared_cluster: ServedCluster, collector: Collector) -> ServedCluster:
-    def edit(document: dict[str, Any]) -> None:
-        args = document["applications"][0]["args"]
-        args["tracing"] = {"endpoint": collector.endpoint}
-        args["logs"] = {"format": "json", "access": "all"}
-
-    shared_cluster.use(edit)
+    shared_cluster.use(durable_and_traced(collector.endpoint))
     return shared_cluster
 
 
@@ -52,6 +42,11 @@ def records(cluster: ServedCluster) -> list[dict[str, Any]]:
     files = Path(folder).glob("replica_kedge_*.log")
     lines = [line for path in files for line in path.read_text().splitlines()]
     return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def drained(cluster: ServedCluster) -> Counter[str]:
+    """How often operators drained each replica, by the log."""
+    return Counter(each["replica_id"] for each in records(cluster) if each.get("event") == "replica_drained")
 
 
 def test_a_turn_is_one_trace_and_one_line(cluster: ServedCluster, collector: Collector) -> None:
@@ -66,12 +61,16 @@ def test_a_turn_is_one_trace_and_one_line(cluster: ServedCluster, collector: Col
         reply = client.post(CHAT, json=body, headers=headers).raise_for_status()
     assert reply.headers.get_list("x-request-id") == ["req-of-a-client"]
 
-    eventually(lambda: {"commit", f"POST {CHAT}"} <= {span.name for span in collector.spans})
+    def of_this_trace() -> dict[str, Span]:
+        """By name. Turns of earlier tests have traces of their own."""
+        return {span.name: span for span in collector.spans if span.trace_id == TRACE_ID}
+
+    eventually(lambda: {"commit", f"POST {CHAT}"} <= of_this_trace().keys())
     assert collector.tree(CLIENTS_SPAN) == WHOLE_TURN
-    of_this_trace = [span for span in collector.spans if span.trace_id == TRACE_ID]
-    assert len(of_this_trace) == len(WHOLE_TURN.splitlines())
-    assert collector.one("chat kedge-chat").attributes["gen_ai.usage.output_tokens"] == 8
-    assert collector.one("turn").service == "kedge-replica"
+    assert sum(span.trace_id == TRACE_ID for span in collector.spans) == len(WHOLE_TURN.splitlines())
+    assert of_this_trace()["chat kedge-chat"].attributes["gen_ai.usage.output_tokens"] == 8
+    turn = of_this_trace()["turn"]
+    assert turn.service == "kedge-replica"
 
     def line() -> dict[str, Any] | None:
         lines = (each for each in records(cluster) if each.get("name") == "kedge.access")
@@ -88,16 +87,15 @@ def test_a_turn_is_one_trace_and_one_line(cluster: ServedCluster, collector: Col
     }
     assert {name: told[name] for name in wanted} == wanted
     assert told["trace_id"] == TRACE_ID
-    assert told["replica_id"] == collector.one("turn").attributes["kedge.replica_id"]
+    assert told["replica_id"] == turn.attributes["kedge.replica_id"]
     assert SECRET not in json.dumps(records(cluster))
     assert SECRET.encode() not in b"".join(collector.raw)
 
 
 def test_what_operators_do_is_in_the_log(cluster: ServedCluster) -> None:
+    before = drained(cluster)
     with cluster.client() as client:
         replica_id = client.get("/get_server_info").json()["replicas"][0]["replica_id"]
         client.post(f"/v1/kedge/replicas/{replica_id}/drain").raise_for_status()
-    drained = eventually(
-        lambda: [each for each in records(cluster) if each.get("event") == "replica_drained"]
-    )
-    assert [event["replica_id"] for event in drained] == [replica_id]
+    eventually(lambda: drained(cluster) != before)
+    assert drained(cluster) - before == Counter([replica_id])
