@@ -13,7 +13,8 @@
 # PIP_ARGS=...     more arguments to pip, e.g. an index with CPU builds of torch, which are used if pip finds them
 # JOBS=3           processes that share the tests; tests that start a cluster run one by one
 # TEST_ARGS=...    arguments of pytest, to run only the tests that they name
-# MARKS=slow       of the tests without a cluster, only those with this mark; "not slow" for all others
+# MARKS=slow       of the tests without a cluster, only those with this mark; "not slow" for all others. Of the slow ones,
+#                  some wait more than they compute, and have the mark waits, too
 
 PYTHON ?= python3
 CONFIG ?= configs/cluster.yaml

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import signal
 import socket
@@ -30,11 +31,18 @@ nothing."""
 
 
 def free_ports(count: int) -> list[int]:
+    """Free ports below the ephemeral ports of the system and above those of Ray's workers, so that nobody takes them
+    later: neither a connection nor a server of another test."""
+    found: list[int] = []
     with ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+        while len(found) < count:
+            probe, port = held.enter_context(socket.socket()), random.randrange(20_000, 30_000)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            found.append(port)
+    return found
 
 
 class WatchedRedis:

@@ -14,7 +14,7 @@ from controllers.errors import StoreError
 from controllers.redis_store import RedisSessionStore
 from controllers.settings import RedisLogSettings
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 TURNS = 200
 LOSES_ITS_MASTER_AT = 60

@@ -37,6 +37,7 @@ def test_every_operation_answers_whatever_it_is_sent(served: ServedService) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.waits
 def test_every_operation_answers_for_long(served: ServedService) -> None:
     number = secrets.randbelow(2**32)
     print(f"rounds from {number} on")  # noqa: T201 - after a failure, the number repeats the calls
