@@ -17,7 +17,7 @@ from session_client import Conversation, random_tokens
 Connect = Callable[[], httpx.Client]
 
 NUM_CLIENTS = 6
-AROUND_S = 3.0
+AROUND_S = 1.5
 """How long the clients talk before and after a change."""
 
 
