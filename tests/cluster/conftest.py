@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import ray
 from served_cluster import ROOT, ServedCluster, as_shipped
 
 from tests.unit.serving.otlp_collector import Collector, running_collector
@@ -59,6 +60,24 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if report.failed:
         item.stash[FAILED] = True
     return report
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ends `local_ray` before the first test that does not use it. Other tests connect to another Ray."""
+    if _uses_local_ray(item) and (nextitem is None or not _uses_local_ray(nextitem)):
+        ray.shutdown()
+
+
+def _uses_local_ray(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and "local_ray" in item.fixturenames
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> None:
+    """A Ray for actors of the tests, without Kedge. All files that use it share it."""
+    if not ray.is_initialized():
+        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 
 
 @pytest.fixture(autouse=True)

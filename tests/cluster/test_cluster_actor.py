@@ -26,18 +26,11 @@ from controllers.settings import ClusterSettings, Deployment, LogSettings, Sqlit
 from controllers.tokens import encode_tokens, unpack_tokens
 from tests.unit.controllers.redis_server import RedisServer
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("local_ray")]
 
 NAMESPACE = "cluster-actor-test"
 AWAY_S = 4.0
 START_S = 30.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_cluster() -> Iterator[None]:
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, namespace=NAMESPACE)
-    yield
-    ray.shutdown()
 
 
 def create(name: str, log: LogSettings) -> ActorHandle:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,11 @@ from controllers.tokens import encode_tokens, unpack_tokens
 from serving.wire.commit_server import serve_commits
 from serving.wire.shard_calls import ShardCalls
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("local_ray")]
 
 NAMESPACE = "commit-connection-test"
 WAIT_S = 30.0
 TURNS = 40
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_cluster() -> Iterator[None]:
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, namespace=NAMESPACE)
-    yield
-    ray.shutdown()
 
 
 def kill_by_ray(handle: ActorHandle) -> None:

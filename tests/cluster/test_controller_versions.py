@@ -11,7 +11,6 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from controllers.wire_record import FIRST_VERSION, WIRE_VERSION
 from serving.wire.controller_calls import NAMESPACE, announce_at_deploy
 from serving.wire.shard_calls import ShardCalls
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("local_ray")]
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER_TIMEOUT_S = 60.0
@@ -76,13 +75,6 @@ assert owner.replica_id == "of version 1", owner
 ray.get(controller.report_lost.remote(owner.replica_id))
 assert ray.get(controller.replicas.remote()) == []
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_cluster() -> Iterator[None]:
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, namespace=NAMESPACE)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(
