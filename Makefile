@@ -48,7 +48,7 @@ monitor:
 
 # Two clusters at a time are too many, so their tests run one by one. Those of the architecture are part of `make check`.
 WITHOUT_CLUSTERS := $(BIN)/python -m pytest --durations=10 --numprocesses $(JOBS) --dist loadfile --ignore=tests/architecture --ignore=tests/cluster --ignore=tests/clients --ignore=tests/console
-WITH_CLUSTERS := $(BIN)/python -m pytest --durations=10 tests/cluster tests/clients tests/console
+WITH_CLUSTERS := $(BIN)/python -m pytest --durations=60 --durations-min=4 tests/cluster tests/clients tests/console
 
 test: install-dev
 ifdef TEST_ARGS
