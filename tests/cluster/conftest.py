@@ -1,11 +1,12 @@
-"""One cluster serves most tests of this folder. It runs configs/cluster.yaml as shipped, except for ports and state,
-and then with the changes that some files need. A few files start a cluster of their own, because they need a different
-start."""
+"""One cluster serves most tests of this folder. It runs configs/cluster.yaml as shipped, except for ports, state and
+the CPUs of replicas, and then with the changes that some files need. A few files start a cluster of their own, because
+they need a different start."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -88,10 +89,16 @@ def restored(request: pytest.FixtureRequest) -> Iterator[None]:
         request.getfixturevalue("shared_cluster").restore()
 
 
+def small_replicas(document: dict[str, Any]) -> None:
+    """On two CPUs the two replicas of a new deployment load at a time, beside the former two. With the CPUs as shipped,
+    one of them waits until a former one has ended. test_planned_changes.py has these."""
+    document["applications"][0]["args"]["replicas"]["num_cpus"] = 0.4
+
+
 @pytest.fixture(scope="session")
 def shared_cluster() -> Iterator[ServedCluster]:
     """The shared cluster. Its first `use` starts it."""
-    served = ServedCluster(ROOT / "configs" / "cluster.yaml")
+    served = ServedCluster(ROOT / "configs" / "cluster.yaml", always=small_replicas)
     served.environment["RAY_metrics_report_interval_ms"] = "2000"  # a fifth of Ray's default, to wait less
     try:
         yield served

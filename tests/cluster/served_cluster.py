@@ -63,10 +63,11 @@ def as_shipped(document: dict[str, Any]) -> None:
 
 class ServedCluster:
     """`kedge serve` in a process group of its own, with a token. `edit` changes the parsed config before it is written.
-    Entries put into `environment` and `options` before `start` are added to those of `kedge serve`. `kedge` is its
-    command, and may be replaced where it is not installed."""
+    `always` changes it first, and also before an edit that `use` is given. Entries put into `environment` and `options`
+    before `start` are added to those of `kedge serve`. `kedge` is its command, and may be replaced where it is not
+    installed."""
 
-    def __init__(self, config: Path, edit: Edit = as_shipped) -> None:
+    def __init__(self, config: Path, edit: Edit = as_shipped, always: Edit = as_shipped) -> None:
         # Ray's sockets need a short path. pytest's own directories are too long.
         self.directory = Path(tempfile.mkdtemp(prefix="kd", dir="/tmp"))
         self.state_dir = self.directory / "state"
@@ -76,8 +77,9 @@ class ServedCluster:
         document["http_options"]["port"] = self.port
         for application in document["applications"]:
             application["args"].setdefault("controller", {})["state_dir"] = str(self.state_dir)
+        always(document)
         self.config = self.directory / "cluster.yaml"
-        self._shipped = document
+        self._common = document
         self._configure(self._edited(edit))
         self.log = self.directory / "log"
         self.environment: dict[str, str] = {}
@@ -164,7 +166,7 @@ class ServedCluster:
             dashboard.put(APPLICATIONS, json=document).raise_for_status()
 
     def _edited(self, edit: Edit) -> dict[str, Any]:
-        document = copy.deepcopy(self._shipped)
+        document = copy.deepcopy(self._common)
         edit(document)
         return document
 

@@ -17,7 +17,9 @@ LENGTH = 1500
 
 
 def null_app(document: dict[str, Any]) -> None:
+    """On two CPUs the second new replica of an update has to wait for room."""
     document["applications"][0]["import_path"] = "null_app:build"
+    document["applications"][0]["args"]["replicas"]["num_cpus"] = 0.5
 
 
 def fewer_pages(document: dict[str, Any]) -> None:
