@@ -116,7 +116,7 @@ def _open_broken(world: World, *names: str) -> None:
     for name in names:
         owner = open_session(world, name).replica_id
         commit_turn(world.cluster, turn_of(0, 0, list(range(10)), session_id=name))
-        world.cluster.fork_session(name, 1, owner, ForkOrder(f"fork of {name}", f"key of {name}", 4, 5e5))
+        world.cluster.fork_session(name, 1, owner, ForkOrder(f"fork-of-{name}", f"key of {name}", 4, 5e5))
     world.restart(LogCipher([bytes([1]) * KEY_BYTES], encrypts=True))
     world.beat("a", "b")
     with pytest.raises(StoreError):
@@ -143,11 +143,11 @@ def test_a_session_that_cannot_be_deleted_keeps_no_other_from_ending(
     world.clock.advance(IDLE_S + SILENCE_S)
     world.beat("a", "b")
     assert world.cluster.count() == 20, "all that there may be"
-    assert open_session(world, "one more").fresh
+    assert open_session(world, "one-more").fresh
     assert {entry.session_id for entry in world.cluster.sessions()} == {
         "broken",
-        "fork of broken",
-        "one more",
+        "fork-of-broken",
+        "one-more",
     }
     assert _close_errors(world) == 1
     assert "session 'broken' cannot be ended" in caplog.text
