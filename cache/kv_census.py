@@ -18,8 +18,9 @@ def kv_bytes(
     num_bytes: Counter[tuple[str, str]] = Counter()
 
     def count(kv: SequenceKV) -> None:
-        private = 0 if kv.window is None else kv.window.num_private(kv.num_protected_pages)
-        num_bytes[kv.namespace, DEVICE] += kv.num_private_pages * page_bytes + private * window_page_bytes
+        num_bytes[kv.namespace, DEVICE] += (
+            kv.num_private_pages * page_bytes + kv.num_private_window_pages * window_page_bytes
+        )
 
     for kv in in_turn:
         count(kv)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from cache.lost_kv import LostKV
+from cache.pages import PageCounts
 from cache.prefix_cache import PrefixCache
 from cache.sequence_kv import pages_for
 from cache.slots import SlotTable
-from cache.tiers import PageNeed
 
 
 class KVDemand:
     """Reads the books, changes nothing.
 
     Idle sessions give way to turns, to host memory or to the disk, so their KV is not demand. KV that was dropped
-    because no tier had room, and was then missed, is demand. `need` says what a sequence takes of each pool for a
-    number of pages.
+    because no tier had room, and was then missed, is demand. `need` says what sequences take of each pool for a
+    number of pages each.
     """
 
     def __init__(
-        self, inner: PrefixCache, slots: SlotTable, lost: LostKV, need: Callable[[int], PageNeed]
+        self, inner: PrefixCache, slots: SlotTable, lost: LostKV, need: Callable[[Sequence[int]], PageCounts]
     ) -> None:
         self._inner = inner
         self._slots = slots
@@ -34,11 +34,12 @@ class KVDemand:
         number of tokens) will take, less what their sessions share; and the pages whose loss was felt recently
         (LostKV.missed).
         """
-        demand = self._inner.held_pages()
-        for session_id, num_tokens in waiting:
-            num_pages = pages_for(num_tokens, self._inner.page_size) - self._shared(session_id)
-            demand += self._need(max(0, num_pages))
-        demand = sum(map(self._need, self._lost.missed()), demand)
+        page_size = self._inner.page_size
+        lacking = [
+            max(0, pages_for(num_tokens, page_size) - self._shared(session_id))
+            for session_id, num_tokens in waiting
+        ]
+        demand = self._inner.held_pages() + self._need(lacking + self._lost.missed())
         share = demand.full / self._inner.num_pages
         window = self._inner.window
         return share if window is None else max(share, demand.window / window.num_pages)

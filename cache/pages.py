@@ -1,9 +1,11 @@
-"""PageAllocator: which pages of one pool are free. Detects double frees; prefers ascending runs."""
+"""PageAllocator: which pages of one pool are free. Detects double frees; prefers ascending runs. PageCounts: numbers of
+pages of both pools."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -19,6 +21,27 @@ PageArray: TypeAlias = NDArray[np.int32]
 
 class BooksError(RuntimeError):
     """An invariant of the KV books is broken: a bug in Kedge, never a user's mistake."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageCounts:
+    """Numbers of pages of the full pool and of the window pool (0 without one). A difference may be negative."""
+
+    full: int = 0
+    window: int = 0
+
+    def __add__(self, other: PageCounts) -> PageCounts:
+        return PageCounts(self.full + other.full, self.window + other.window)
+
+    def __sub__(self, other: PageCounts) -> PageCounts:
+        return PageCounts(self.full - other.full, self.window - other.window)
+
+    def fits_in(self, room: PageCounts) -> bool:
+        """Whether `room` has as many in each pool."""
+        return self.full <= room.full and self.window <= room.window
+
+
+NO_PAGES = PageCounts()
 
 
 def no_pages() -> PageArray:

@@ -9,24 +9,21 @@ import numpy as np
 
 from cache.audit import Claim, PageAccounts
 from cache.journal import NOBODY, Owner
-from cache.pages import BooksError, PageAllocator, no_pages
+from cache.pages import NO_PAGES, BooksError, PageAllocator, PageCounts, no_pages
 from cache.radix_tree import RadixTree, TokenArray, TreeMatch
 from cache.sequence_kv import PageAccount, SequenceKV, pages_for
-from cache.tiers import PageNeed
 from cache.token_chain import ANY_KV, KVIdentity
 from cache.window import WindowPool
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What a new sequence could start from. If one does, `num_unlocked` pages and `num_unheld` window pages leave the
-    evictable account."""
+    """What a new sequence could start from. If one does, `evictable` pages of it are not evictable any more."""
 
     namespace: str
     prefix_len: int
     tree: TreeMatch
-    num_unlocked: int = 0
-    num_unheld: int = 0
+    evictable: PageCounts = NO_PAGES
 
 
 class PrefixCache:
@@ -62,12 +59,22 @@ class PrefixCache:
         return self.allocator.num_pages
 
     @property
-    def num_free(self) -> int:
-        return self.allocator.num_free
+    def free(self) -> PageCounts:
+        return PageCounts(self.allocator.num_free, 0 if self.window is None else self.window.num_free)
 
     @property
     def cached_pages(self) -> int:
         return self._tree.cached_pages
+
+    def room_beside(self, match: PrefixMatch | None) -> PageCounts:
+        """Pages that are free, or evictable even after a sequence has begun on `match`."""
+        full, window = self._tree.cached_pages, 0 if self.window is None else self.window.cached_pages
+        room = self.free + PageCounts(full, window)
+        return room if match is None else room - match.evictable
+
+    def counts(self, full: int, window: int) -> PageCounts:
+        """So many pages of the pools that there are."""
+        return PageCounts(full, 0 if self.window is None else window)
 
     def accounts(self, session: PageAccount) -> PageAccounts:
         """The books of the pool of full-attention layers, from running counters."""
@@ -104,16 +111,16 @@ class PrefixCache:
             held.append(match.tree)
         return self._tree.protected_pages - self._tree.locked_pages(held)
 
-    def held_pages(self) -> PageNeed:
+    def held_pages(self) -> PageCounts:
         """Pages that sequences in flight hold in each pool; what they share counts once."""
         full = self._account.full + self._tree.locked_pages(map(_held_by, self._in_flight))
         if self.window is None:
-            return PageNeed(full)
+            return PageCounts(full)
         shared = [no_pages()]
         for kv in self._in_flight:
             assert kv.window is not None
             shared.append(kv.window.live(0, kv.num_protected_pages))
-        return PageNeed(full, self._account.window + len(np.unique(np.concatenate(shared))))
+        return PageCounts(full, self._account.window + len(np.unique(np.concatenate(shared))))
 
     def match_prefix(self, namespace: str, tokens: TokenArray) -> PrefixMatch:
         """The longest cached whole-page prefix that a sequence can start from. Changes nothing; the result is stale
@@ -229,12 +236,12 @@ class PrefixCache:
         kv.move_to(account)
         self._in_flight.remove(kv)
 
-    def evict(self, num_pages: int) -> PageNeed:
+    def evict(self, num_pages: int) -> PageCounts:
         """Frees at least `num_pages` evictable pages of the full pool if there are that many; returns how many were
         freed in each pool."""
         pages, window_pages = self._tree.evict(num_pages)
         self.allocator.free(pages, operation="evicted")
-        return PageNeed(len(pages), 0 if self.window is None else self.window.disown(window_pages))
+        return PageCounts(len(pages), 0 if self.window is None else self.window.disown(window_pages))
 
     def evict_window(self, num_pages: int) -> int:
         """The same in the window pool; the prefixes keep their pages of the full pool."""
@@ -284,7 +291,8 @@ class PrefixCache:
             num_pages = self.window.longest_resumable(entries)
             tree = self._tree.shorten(tree, num_pages * self.page_size)
             num_unheld = self.window.num_unheld(entries[self.window.first_needed(tree.length) : num_pages])
-        return PrefixMatch(namespace, tree.length, tree, self._tree.unlocked_pages(tree), num_unheld)
+        evictable = PageCounts(self._tree.unlocked_pages(tree), num_unheld)
+        return PrefixMatch(namespace, tree.length, tree, evictable)
 
     def _share(self, kv: SequenceKV, tokens: TokenArray) -> None:
         num_tokens = min(len(tokens), kv.shareable_len)

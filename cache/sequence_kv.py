@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cache.journal import NOBODY, Owner
-from cache.pages import PageArray, no_pages
+from cache.pages import PageArray, PageCounts, no_pages
 from cache.token_chain import TokenChain, Tokens
 from cache.window_table import WindowTable
 
@@ -30,6 +30,10 @@ class PageAccount:
     def __init__(self) -> None:
         self.full = 0
         self.window = 0
+
+    @property
+    def counts(self) -> PageCounts:
+        return PageCounts(self.full, self.window)
 
 
 class SequenceKV:
@@ -82,6 +86,10 @@ class SequenceKV:
     @property
     def num_private_pages(self) -> int:
         return self.num_pages - self.protected_len // self.page_size
+
+    @property
+    def num_private_window_pages(self) -> int:
+        return 0 if self.window is None else self.window.num_private(self.num_protected_pages)
 
     @property
     def private_pages(self) -> PageArray:
@@ -170,10 +178,10 @@ class SequenceKV:
 
     def move_to(self, account: PageAccount) -> None:
         """Changes the holder: private pages are counted in `account` from now on."""
-        window = 0 if self.window is None else self.window.num_private(self.num_protected_pages)
-        self.account.full -= self.num_private_pages
+        full, window = self.num_private_pages, self.num_private_window_pages
+        self.account.full -= full
         self.account.window -= window
-        account.full += self.num_private_pages
+        account.full += full
         account.window += window
         self.account = account
 

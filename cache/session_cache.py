@@ -8,7 +8,7 @@ budget lasts, on to disk, then to nothing but the token log.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -16,16 +16,15 @@ from cache.history import History
 from cache.journal import Owner
 from cache.kv_census import kv_bytes
 from cache.kv_demand import KVDemand
+from cache.pages import NO_PAGES, PageCounts
 from cache.prefix_cache import PrefixCache, PrefixMatch
 from cache.radix_tree import TokenArray
 from cache.sequence_kv import PageAccount, SequenceKV, pages_for
 from cache.session_audit import SessionAuditor
 from cache.session_tiers import SessionTiers
 from cache.slots import KVPlace, SessionSlot, SlotState, SlotTable
-from cache.tiers import PageNeed, TierSizes
+from cache.tiers import TierSizes
 from cache.token_chain import TokenChain, Tokens
-
-NO_PAGES = PageNeed()
 
 EVICTION_SHARE = 64
 """Cached prefixes are evicted by at least a 64th of the pool, so that the search for the oldest pays off."""
@@ -48,15 +47,10 @@ class RoomSigns:
     """What must change before a sequence that found no room can find some, unless another sequence ends."""
 
     num_changes: int  # copies that ended, sessions whose KV was dropped
-    num_free: int
-    num_window_free: int
+    free: PageCounts
 
     def promise_more_than(self, before: RoomSigns) -> bool:
-        return (
-            self.num_changes != before.num_changes
-            or self.num_free > before.num_free
-            or self.num_window_free > before.num_window_free
-        )
+        return self.num_changes != before.num_changes or not self.free.fits_in(before.free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,46 +140,45 @@ class SessionAwareCache:
         return slot is not None and slot.state is SlotState.LOADING
 
     def room_signs(self) -> RoomSigns:
-        window = self._inner.window
-        return RoomSigns(
-            self.tiers.num_changes, self._inner.num_free, 0 if window is None else window.num_free
-        )
+        return RoomSigns(self.tiers.num_changes, self._inner.free)
 
-    def need(self, num_pages: int) -> PageNeed:
-        """The most that a sequence takes of each pool for `num_pages` more pages. Its window pages never exceed what is
-        live at once."""
+    def need(self, more: Sequence[int]) -> PageCounts:
+        """The most that sequences take of each pool for so many `more` pages each. A sequence never has more window
+        pages than are live at once."""
         pool = self._inner.window
-        window = 0 if pool is None else min(num_pages, pool.pages_for_span(self._step_tokens))
-        return PageNeed(num_pages, window)
+        if pool is None:
+            return PageCounts(sum(more))
+        most = pool.pages_for_span(self._step_tokens)
+        return PageCounts(sum(more), sum(min(num_pages, most) for num_pages in more))
 
-    def can_begin(self, match: CacheMatch, target_len: int, reserve: PageNeed = NO_PAGES) -> bool:
+    def can_begin(self, match: CacheMatch, target_len: int, reserve: PageCounts = NO_PAGES) -> bool:
         """Whether there are pages for `target_len` tokens on this match, and `reserve` besides, without a
         retraction."""
         held = 0 if match.elsewhere else pages_for(match.prefix_len, self.page_size)
-        needed = pages_for(target_len, self.page_size) - held
+        num_pages = pages_for(target_len, self.page_size) - held
         own = self._slots.get(match.session_id) if match.session_id is not None else None
         own_kv = own.kv if own is not None else None
         kept_len = match.prefix_len if match.from_slot else 0
         if match.elsewhere and own is not None and own.entry is not None:
             # KV that was rewound while it was stored is fetched with the rest.
-            needed = max(needed, pages_for(own.entry.committed_len, self.page_size))
-        locked = match.prefix.num_unlocked if match.prefix is not None else 0
-        room = self._inner.num_free + self._inner.cached_pages - locked - reserve.full
-        if needed <= room and self._inner.window is None:
+            num_pages = max(num_pages, pages_for(own.entry.committed_len, self.page_size))
+        needed = self.need([num_pages]) + reserve
+        room = self._inner.room_beside(match.prefix)
+        if needed.fits_in(room):
             return True
         # Demoting idle sessions frees their private pages, and the shared pages that no sequence in flight holds.
         # Counting more pages would demote all sessions in vain.
-        loading, loading_window = self.tiers.moving_pages(SlotState.LOADING)
-        idle, idle_window = self._account.full - loading, self._account.window - loading_window
+        room += self._account.counts - self.tiers.moving_pages(SlotState.LOADING)
         if own is not None and own_kv is not None and own.state is not SlotState.LOADING:
             # The private pages that it keeps are not freed; those past the match are, when it begins.
-            idle -= max(0, pages_for(kept_len, self.page_size) - own_kv.num_protected_pages)
-            if own_kv.window is not None:
-                idle_window -= own_kv.window.num_private(own_kv.num_protected_pages)
-        if not self._window_can_begin(match, self.need(needed).window + reserve.window, idle_window):
+            kept = max(0, pages_for(kept_len, self.page_size) - own_kv.num_protected_pages)
+            room -= PageCounts(kept, own_kv.num_private_window_pages)
+        missing = needed - room
+        if missing.window > 0:
+            # Shared window pages of idle sessions are not counted, so this may say no where there is room. The request
+            # then waits for the running ones.
             return False
-        yielding = self._inner.yielding_pages
-        return needed <= room or needed <= room + idle + yielding(match.prefix, own_kv, kept_len)
+        return missing.full <= 0 or missing.full <= self._inner.yielding_pages(match.prefix, own_kv, kept_len)
 
     def begin(self, match: CacheMatch, owner: Owner) -> SequenceKV:
         """Moves the matched KV to a request. A session's KV past the prefix is freed first."""
@@ -212,7 +205,7 @@ class SessionAwareCache:
         self._free_tail(kv, match.prefix_len)
         return kv
 
-    def promote(self, session_id: str, ahead: PageNeed = NO_PAGES) -> Room:
+    def promote(self, session_id: str, ahead: PageCounts = NO_PAGES) -> Room:
         """Starts to bring a session's KV from the host or disk, beside compute; READY once that is under way.
 
         Room comes from cached prefixes and from sessions that are needed later than this one. `ahead` is promised to
@@ -223,20 +216,15 @@ class SessionAwareCache:
             return Room.READY
         entry = slot.entry
         assert entry is not None
-        restored: list[SequenceKV] = []
-
-        def attempt() -> bool:
-            kv = self._inner.restore(
-                entry.namespace, Owner(session_id), entry.committed_len, entry.window_first
-            )
-            restored.extend([kv] if kv is not None else [])
-            return kv is not None
-
         num_pages = pages_for(entry.committed_len, self.page_size)
-        room = self._make_room(attempt, num_pages, num_pages - entry.window_first, session_id, ahead)
+        wanted = self._inner.counts(num_pages, num_pages - entry.window_first)
+        room = self._make_room(wanted + ahead, session_id)
         if room is Room.READY:
-            self._inner.reclaim(restored[0], self._account)
-            self.tiers.load(slot, restored[0])
+            owner = Owner(session_id)
+            kv = self._inner.restore(entry.namespace, owner, entry.committed_len, entry.window_first)
+            assert kv is not None
+            self._inner.reclaim(kv, self._account)
+            self.tiers.load(slot, kv)
         return room
 
     def extend(self, kv: SequenceKV, target_len: int, before: str | None = None) -> Room:
@@ -245,10 +233,14 @@ class SessionAwareCache:
         That is not undone if room stays short. `before` names this turn's session: sessions whose turns are ahead of it
         are spared.
         """
-        if kv.reach(target_len):
+        if self._inner.extend(kv, target_len):
             return Room.READY
-        missing = kv.pages_missing(target_len)
-        return self._make_room(lambda: self._inner.extend(kv, target_len), missing, missing, before)
+        num_pages = kv.pages_missing(target_len)
+        room = self._make_room(self._inner.counts(num_pages, num_pages), before)
+        if room is Room.READY:
+            extended = self._inner.extend(kv, target_len)
+            assert extended
+        return room
 
     def extend_if_free(self, kv: SequenceKV, target_len: int) -> bool:
         """Adds pages only if they are free."""
@@ -428,60 +420,35 @@ class SessionAwareCache:
         child.commit(length, min(parent.draft_len, length))
         self.tiers.clone_page(parent, child, index)
 
-    def _make_room(
-        self,
-        attempt: Callable[[], bool],
-        full: int,
-        window: int,
-        before: str | None,
-        ahead: PageNeed = NO_PAGES,
-    ) -> Room:
-        """Repeats `attempt`, which takes `full` and `window` pages, and evicts or demotes something before each
-        repetition.
-
-        No attempt is made while it would leave less than `ahead` free.
-        """
-        full, window = full + ahead.full, window + ahead.window
-        while (ahead.full and max(self._missing(full, window)) > 0) or not attempt():
-            if self._evict(full, window):
+    def _make_room(self, wanted: PageCounts, before: str | None) -> Room:
+        """Evicts cached prefixes, then demotes idle sessions, until the `wanted` pages are free."""
+        while True:
+            missing = wanted - self._inner.free
+            if missing.fits_in(NO_PAGES):
+                return Room.READY
+            if self._evict(missing):
                 continue
-            coming, coming_window = self.tiers.moving_pages(SlotState.SAVING)
-            missing, missing_window = self._missing(full, window)
-            if missing > coming or missing_window > coming_window:
+            if not missing.fits_in(self.tiers.moving_pages(SlotState.SAVING)):
                 victim = self._slots.next_victim(before)
                 if victim is not None:
                     self.tiers.demote(victim)
                     continue
             return Room.WAIT if self.tiers.will_free else Room.SHORT
-        return Room.READY
 
-    def _missing(self, full: int, window: int) -> tuple[int, int]:
-        pool = self._inner.window
-        return full - self._inner.num_free, window - pool.num_free if pool is not None else 0
-
-    def _evict(self, full: int, window: int) -> bool:
-        """Evicts cached prefixes if pages are missing. False: that freed none."""
-        evicted = NO_PAGES
+    def _evict(self, missing: PageCounts) -> bool:
+        """Evicts cached prefixes for the pages that are missing. False: that freed none."""
+        pool, evicted = self._inner.window, NO_PAGES
         # Each search walks over all nodes of the tree.
-        missing, _ = self._missing(full, window)
-        if missing > 0 and self._inner.cached_pages:
-            evicted += self._inner.evict(max(missing, self.num_pages // EVICTION_SHARE))
-        _, missing = self._missing(full, window)
-        pool = self._inner.window
-        if pool is not None and missing > 0 and pool.cached_pages:
-            num_pages = max(missing, pool.num_pages // EVICTION_SHARE)
-            evicted += PageNeed(0, self._inner.evict_window(num_pages))
+        if missing.full > 0 and self._inner.cached_pages:
+            evicted = self._inner.evict(max(missing.full, self.num_pages // EVICTION_SHARE))
+        missing_window = missing.window - evicted.window
+        if pool is not None and missing_window > 0 and pool.cached_pages:
+            num_pages = max(missing_window, pool.num_pages // EVICTION_SHARE)
+            evicted += PageCounts(0, self._inner.evict_window(num_pages))
+        if evicted == NO_PAGES:
+            return False
         self.evicted += evicted
-        return evicted != NO_PAGES
-
-    def _window_can_begin(self, match: CacheMatch, needed: int, idle: int) -> bool:
-        """`can_begin` for the window pool. Shared pages of idle sessions are not counted, so it may say no where there
-        is room; the request then waits for the running ones."""
-        pool = self._inner.window
-        if pool is None:
-            return True
-        held = match.prefix.num_unheld if match.prefix is not None else 0
-        return needed <= pool.num_free + pool.cached_pages - held + idle
+        return True
 
     def _idle_slot(self, session_id: str) -> SessionSlot | None:
         slot = self._slots.get(session_id)

@@ -11,6 +11,7 @@ from cache.audit import TierAccounts
 from cache.disk_pause import DiskPause
 from cache.disk_reads import DiskReads
 from cache.lost_kv import LostKV
+from cache.pages import PageCounts
 from cache.prefix_cache import PrefixCache
 from cache.sequence_kv import PageAccount, SequenceKV, pages_for
 from cache.slots import SessionSlot, SlotState, SlotTable
@@ -105,9 +106,9 @@ class SessionTiers:
         ]
         return [*self._host.mismatches(), *self._disk.mismatches(), *stray]
 
-    def moving_pages(self, state: SlotState) -> tuple[int, int]:
-        """Private pages, in each pool, of sessions being saved (the pages will be free), or being loaded (with what is
-        read from disk for nobody)."""
+    def moving_pages(self, state: SlotState) -> PageCounts:
+        """Private pages of sessions being saved (the pages will be free), or being loaded (with what is read from disk
+        for nobody)."""
         full = window = 0
         for key, entry in self._copies.items():
             slot = self._slots.get(entry.session_id)
@@ -116,9 +117,8 @@ class SessionTiers:
                 kv = self._orphans.get(key)
             if kv is not None:
                 full += kv.num_private_pages
-                if kv.window is not None:
-                    window += kv.window.num_private(kv.num_protected_pages)
-        return full, window
+                window += kv.num_private_window_pages
+        return PageCounts(full, window)
 
     def take_orders(self) -> list[CopyOrder]:
         """Orders since the last call. The runner must carry them out in sequence, before the next step. A write that

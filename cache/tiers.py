@@ -24,17 +24,6 @@ class PoolPages:
     window: PageArray
 
 
-@dataclass(frozen=True, slots=True)
-class PageNeed:
-    """A number of pages of each pool."""
-
-    full: int = 0
-    window: int = 0
-
-    def __add__(self, other: PageNeed) -> PageNeed:
-        return PageNeed(self.full + other.full, self.window + other.window)
-
-
 class CopyKind(Enum):
     SAVE = auto()  # device pages to host memory under a key
     SPILL = auto()  # what is in host memory under `source` to the disk as well, under a key

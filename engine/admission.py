@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cache.journal import Owner
+from cache.pages import NO_PAGES, PageCounts
 from cache.sequence_kv import pages_for
-from cache.session_cache import NO_PAGES, CacheMatch, Room, SessionAwareCache
-from cache.tiers import PageNeed
+from cache.session_cache import CacheMatch, Room, SessionAwareCache
 from engine.request import LiveRequest
 from engine.settings import SchedulerSettings
 
@@ -45,9 +45,9 @@ class Admission:
         self._settings = settings
         self._seen = cache.room_signs()
         self._running: Sequence[LiveRequest] = ()
-        self._owed: PageNeed | None = None  # computed when the first request of a step is asked
-        self._loading: dict[str, PageNeed] = {}  # by request id: KV is on its way; pages needed besides it
-        self._loading_before: dict[str, PageNeed] = {}
+        self._owed: PageCounts | None = None  # computed when the first request of a step is asked
+        self._loading: dict[str, PageCounts] = {}  # by request id: KV is on its way; pages needed besides it
+        self._loading_before: dict[str, PageCounts] = {}
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -131,23 +131,22 @@ class Admission:
     def _pass_over(self, request: LiveRequest, match: CacheMatch, room: Room) -> Verdict:
         on_device = match.prefix_len if room is Room.READY or not match.elsewhere else 0
         size = self._cache.page_size
-        need = self._cache.need(pages_for(len(request.tokens), size) - pages_for(on_device, size))
+        need = self._cache.need([pages_for(len(request.tokens), size) - pages_for(on_device, size)])
         if room is Room.READY:
             return self._wait_for_load(request, need)
         self._ahead += need
         self._none_may_pass = self._none_may_pass or room is Room.WAIT
         return Verdict(room)
 
-    def _wait_for_load(self, request: LiveRequest, need: PageNeed) -> Verdict:
+    def _wait_for_load(self, request: LiveRequest, need: PageCounts) -> Verdict:
         self._loading[request.request_id] = need
         self._ahead += need
         return Verdict(Room.READY)
 
-    def _still_owed(self, running: Sequence[LiveRequest]) -> PageNeed:
+    def _still_owed(self, running: Sequence[LiveRequest]) -> PageCounts:
         """Pages that running requests still need for the tokens they have, plus one more for each."""
-        full = window = 0
+        more = []
         for request in running:
             assert request.kv is not None
-            need = self._cache.need(1 + request.kv.pages_missing(request.total_len))
-            full, window = full + need.full, window + need.window
-        return PageNeed(full, window)
+            more.append(1 + request.kv.pages_missing(request.total_len))
+        return self._cache.need(more)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from cache.journal import Owner
+from cache.pages import PageCounts
 from cache.session_cache import Room
-from cache.tiers import PageNeed
 from tests.unit.cache.books import Books, joined, tokens_from
 
 
@@ -19,7 +19,7 @@ def test_can_begin_counts_free_cached_and_idle_but_not_running_pages() -> None:
     match = books.match(None, tokens_from(300, 100))
     assert books.sessions.can_begin(match, 4 * 12)
     assert not books.sessions.can_begin(match, 4 * 12 + 1)
-    assert not books.sessions.can_begin(match, 4 * 12, PageNeed(1))
+    assert not books.sessions.can_begin(match, 4 * 12, PageCounts(1))
 
 
 def test_can_begin_does_not_count_the_matched_prefix_as_room() -> None:
@@ -28,7 +28,7 @@ def test_can_begin_does_not_count_the_matched_prefix_as_room() -> None:
     books.run_plain(tokens)  # 4 cached, 4 free
     match = books.match(None, joined(tokens, tokens_from(100, 30)))
     assert match.prefix is not None
-    assert match.prefix.num_unlocked == 4
+    assert match.prefix.evictable == PageCounts(4)
     assert books.sessions.can_begin(match, 32)
     assert not books.sessions.can_begin(match, 33)
 

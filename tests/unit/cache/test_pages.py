@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cache.free_runs import FreeRuns, ascending_runs
-from cache.pages import BooksError, PageAllocator, PageArray, no_pages
+from cache.pages import BooksError, PageAllocator, PageArray, PageCounts, no_pages
 from tests.unit.operations import bytecodes, peak_bytes
 
 
@@ -167,3 +167,12 @@ def test_pages_are_told_by_their_runs() -> None:
     assert ascending_runs(no_pages()) == []
     assert ascending_runs(pages_of(7)) == [(7, 8)]
     assert ascending_runs(pages_of(3, 4, 5, 9, 8, 2, 3)) == [(3, 6), (9, 10), (8, 9), (2, 4)]
+
+
+def test_page_counts_fit_if_each_pool_has_as_many() -> None:
+    assert PageCounts(3, 1) + PageCounts(2) == PageCounts(5, 1)
+    assert PageCounts(3, 1) - PageCounts(4, 1) == PageCounts(-1, 0)
+    room = PageCounts(3, 2)
+    assert PageCounts(3, 2).fits_in(room)
+    assert not PageCounts(4, 0).fits_in(room)
+    assert not PageCounts(0, 3).fits_in(room)

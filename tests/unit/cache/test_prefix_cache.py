@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cache.pages import BooksError, PageAllocator
+from cache.pages import BooksError, PageAllocator, PageCounts
 from cache.prefix_cache import PrefixCache
 from cache.sequence_kv import PageAccount, SequenceKV
-from cache.tiers import PageNeed
 from tests.unit.cache.books import PAGE_SIZES, Books, joined, no_chain, tokens_from
 
 
@@ -30,7 +29,7 @@ def test_a_finished_request_leaves_its_whole_pages(page_size: int) -> None:
     books.run_plain(tokens)
     assert counts(books) == (3, 0, 0)
     match = books.prefixes.match_prefix("", tokens)
-    assert (match.prefix_len, match.num_unlocked) == (3 * page_size, 3)
+    assert (match.prefix_len, match.evictable) == (3 * page_size, PageCounts(3))
     books.assert_empty()
 
 
@@ -185,8 +184,8 @@ def test_evict_frees_what_is_unlocked_and_says_how_much() -> None:
     tokens = tokens_from(0, 16)
     books.run_plain(tokens)
     kv = books.begin(None, tokens)  # locks 12 of 16 tokens
-    assert books.prefixes.evict(100) == PageNeed(1)
-    assert books.prefixes.evict(100) == PageNeed(0)
+    assert books.prefixes.evict(100) == PageCounts(1)
+    assert books.prefixes.evict(100) == PageCounts(0)
     books.prefixes.release(kv)
     books.assert_empty()
 

@@ -6,10 +6,9 @@ import pytest
 
 from cache.history import History
 from cache.journal import Owner
-from cache.pages import BooksError
+from cache.pages import BooksError, PageCounts
 from cache.sequence_kv import pages_for
 from cache.session_cache import Room, SessionBorrowed
-from cache.tiers import PageNeed
 from tests.unit.cache.books import PAGE_SIZES, Books, joined, tokens_from
 
 
@@ -273,7 +272,7 @@ def test_cached_prefixes_go_before_idle_sessions() -> None:
     kv = books.begin(None, tokens_from(200, 30))
     books.fill(kv, 32)
     assert books.sessions.held_tokens() == {"a": 15}
-    assert (books.tiers.num_to_log, books.sessions.evicted) == (0, PageNeed(4))
+    assert (books.tiers.num_to_log, books.sessions.evicted) == (0, PageCounts(4))
 
 
 def test_a_demoted_session_s_protected_pages_become_evictable() -> None:

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.journal import Owner
-from cache.pages import BooksError, PageAllocator
+from cache.pages import BooksError, PageAllocator, PageCounts
 from cache.session_cache import EVICTION_SHARE, Room
-from cache.tiers import PageNeed
 from cache.window import WindowPool
 from cache.window_table import GONE
 from tests.unit.cache.books import Books, joined, tokens_from
@@ -216,7 +215,7 @@ def test_eviction_takes_the_oldest_unheld_window_pages_only() -> None:
 def test_evicting_a_prefix_frees_its_window_pages_too() -> None:
     books = windowed(4, 8)
     books.run_plain(tokens_from(0, 16))
-    assert books.prefixes.evict(100) == PageNeed(4, 4)
+    assert books.prefixes.evict(100) == PageCounts(4, 4)
     books.check()
     assert books.window_accounts().free == books.window_accounts().total
 
@@ -228,11 +227,11 @@ def test_evicted_pages_are_counted_by_pool_though_one_of_them_has_none_to_evict(
     holder = books.begin(None, tokens_from(1000, 4))
     books.fill(holder, 32)  # 8 pages of each pool
     assert books.sessions.extend(holder, 52) is Room.SHORT, "no window page is left"
-    assert books.sessions.evicted == PageNeed(4, 0)
+    assert books.sessions.evicted == PageCounts(4, 0)
     books.prefixes.release(holder)
     books.run_plain(tokens_from(2000, 32))
     books.fill(books.begin(None, tokens_from(3000, 4)), 32)
-    assert books.sessions.evicted == PageNeed(4, 8)
+    assert books.sessions.evicted == PageCounts(4, 8)
 
 
 def test_a_full_window_pool_makes_room_by_eviction_then_demotion() -> None:
