@@ -70,9 +70,11 @@ class CacheMatch:
 
 
 class SessionAwareCache:
-    """The only part of the cache that the scheduler calls. Lengths in tokens, sizes in pages.
+    """The cache as the engine sees it. Lengths in tokens, sizes in pages.
 
-    `step_tokens` is the most that a sequence grows by in one step. `clock` returns monotonic seconds.
+    Requests change it only through its methods. `tiers` is for what carries out its copies (engine/copies.py) and
+    reports its counts; `books` and `demand` only read. `step_tokens` is the most that a sequence grows by in one step.
+    `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -102,6 +104,16 @@ class SessionAwareCache:
     @property
     def num_sessions(self) -> int:
         return len(self._slots)
+
+    @property
+    def awaits_copies(self) -> bool:
+        """Whether copies are in flight that will end. Reads from a disk that hangs may not."""
+        return self.tiers.copies_awaited > 0
+
+    @property
+    def disk_hangs(self) -> bool:
+        """Whether pages are lent to reads that may never end, see cache/disk_reads.py."""
+        return self.tiers.reads.hangs
 
     def empty_chain(self, namespace: str) -> TokenChain:
         """The chain of a sequence of this namespace without any token yet. Safe on any thread."""

@@ -101,7 +101,7 @@ class Admission:
         # running request. A request alone always fits, unless a disk hangs to which pages are lent.
         if self._owed is None:
             self._owed = self._still_owed(self._running)
-        beside_others = bool(self._running) or self._place > 0 or self._cache.tiers.reads.hangs
+        beside_others = bool(self._running) or self._place > 0 or self._cache.disk_hangs
         if beside_others and not self._cache.can_begin(match, len(request.tokens), self._owed + self._ahead):
             return Verdict(Room.SHORT)
         if match.elsewhere:

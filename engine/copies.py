@@ -33,6 +33,11 @@ class Copies:
         self._post = post
         self._disk_error_logged = False
 
+    @property
+    def patience_s(self) -> float | None:
+        """Seconds until `give_up_reads` gives up, if no read ends before. None: there is nothing to give up."""
+        return self._tiers.reads.patience_s
+
     def give_up_reads(self) -> None:
         """Call it before a step is planned: turns do not wait for ever for a disk that hangs."""
         if self._tiers.give_up_reads():

@@ -257,7 +257,7 @@ class LocalEngine:
             self._take_in(*self._in_flight)
             self._in_flight = None
         idle = batch is None and before is None
-        self._stalled = idle and self._cache.tiers.copies_awaited > 0
+        self._stalled = idle and self._cache.awaits_copies
         if idle and self._scheduler.has_work:
             self._emit(self._scheduler.refuse_stuck())
         self._flush_deltas()
@@ -305,7 +305,7 @@ class LocalEngine:
     def _wait(self) -> Callable[[], None] | None:
         """The next command. None: requests wait for a read from disk that is to be given up now."""
         try:
-            return self._inbox.get(timeout=self._cache.tiers.reads.patience_s if self._stalled else None)
+            return self._inbox.get(timeout=self._copies.patience_s if self._stalled else None)
         except queue.Empty:
             return None
 

@@ -212,13 +212,12 @@ class Scheduler:
         """Ends the first waiting request if it found no room although nothing runs and no copy will end: it would wait
         for ever. That happens if a disk hangs to which pages are lent. Otherwise admission's limits make it impossible;
         should they be wrong, the request is still answered."""
-        tiers = self._cache.tiers
-        if self._running or not self._waiting or self._batches_in_flight or tiers.copies_awaited:
+        if self._running or not self._waiting or self._batches_in_flight or self._cache.awaits_copies:
             return None
         request = self._waiting[0]
         accounts = self._cache.books.accounts()
         error: EngineError
-        if tiers.copies_in_flight:
+        if self._cache.disk_hangs:
             error = EngineOverloaded(f"the disk does not answer, and keeps pages of the KV pool: {accounts}")
         else:
             error = RequestTooLarge(
@@ -385,7 +384,7 @@ class Scheduler:
             if room is not Room.SHORT or self._batches_in_flight:
                 return room
             victim = self._running[-1]
-            if victim is self._running[0] and self._cache.tiers.copies_awaited:
+            if victim is self._running[0] and self._cache.awaits_copies:
                 return Room.WAIT
             self.retract(victim.request_id)
             if victim is request:

@@ -182,7 +182,7 @@ class Driver:
         before = self.in_flight
         self.copies.give_up_reads()
         batch = self.scheduler.schedule()
-        self.copying = self.cache.tiers.copies_awaited > 0
+        self.copying = self.cache.awaits_copies
         self.check()  # copies that end at once end here; a real engine hears of them after its step
         self.in_flight = None if batch is None else (batch, self.execute(batch))
         if batch is not None:
