@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cache.history import History
-from cache.journal import Owner
+from cache.journal import Holder
 from cache.pages import PageAllocator
 from cache.prefix_cache import PrefixCache, token_array
 from cache.sequence_kv import PageAccount, SequenceKV
@@ -224,7 +224,7 @@ def a_queue(num_waiting: int) -> Callable[[], object]:
     step()
     for index in range(num_pages // pages_each - 1):
         match = cache.match_prefix(f"s{index}", "", lambda: token_array([]), 0, History((), 0))
-        kv = cache.begin(match, Owner(f"s{index}", "r"))
+        kv = cache.begin(match, Holder(f"s{index}", "r"))
         cache.extend(kv, pages_each * PAGE_SIZE)
         kv.commit(pages_each * PAGE_SIZE, None)
         cache.finish_turn(f"s{index}", kv, np.zeros(kv.committed_len, dtype=np.int32), kv.committed_len)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from cache.journal import Owner, PageJournal, PageTrace
+from cache.journal import Holder, PageJournal, PageTrace
 from cache.pages import BooksError, PageArray
 
 PoolName = Literal["full", "window"]
@@ -41,11 +41,11 @@ class Claim:
     """Pages that one holder claims as its own. `account` is a field of PageAccounts."""
 
     account: str
-    owner: Owner | None
+    holder: Holder | None
     pages: PageArray
 
     def __str__(self) -> str:
-        return self.account if self.owner is None else f"{self.account} ({self.owner})"
+        return self.account if self.holder is None else f"{self.account} ({self.holder})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from cache.free_runs import ascending_runs
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class Holder:
     """The session and the request (the turn's) that a page was last used for."""
 
     session_id: str | None = None
@@ -26,19 +26,19 @@ class Owner:
         return ", ".join(parts)
 
 
-NOBODY = Owner()
+NOBODY = Holder()
 
 
 @dataclass(frozen=True, slots=True)
 class PageTrace:
-    """The last `operation` on a page, for `owner`, `age_s` seconds ago."""
+    """The last `operation` on a page, for `holder`, `age_s` seconds ago."""
 
     operation: str
-    owner: Owner
+    holder: Holder
     age_s: float
 
     def __str__(self) -> str:
-        return f"last {self.operation} by {self.owner} {self.age_s:.1f} s ago"
+        return f"last {self.operation} by {self.holder} {self.age_s:.1f} s ago"
 
 
 class PageJournal:
@@ -47,18 +47,18 @@ class PageJournal:
     def __init__(self, num_pages: int, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s
         self._operations: list[str | None] = [None] * num_pages
-        self._owners: list[Owner] = [NOBODY] * num_pages
+        self._holders: list[Holder] = [NOBODY] * num_pages
         self._times_s = array("d", bytes(8 * num_pages))
 
-    def note(self, pages: NDArray[np.int32], operation: str, owner: Owner) -> None:
+    def note(self, pages: NDArray[np.int32], operation: str, holder: Holder) -> None:
         for start, end in ascending_runs(pages):
-            self.note_run(start, end, operation, owner)
+            self.note_run(start, end, operation, holder)
 
-    def note_run(self, start: int, end: int, operation: str, owner: Owner) -> None:
+    def note_run(self, start: int, end: int, operation: str, holder: Holder) -> None:
         """Notes an operation on pages start .. end-1."""
         count = end - start
         self._operations[start:end] = [operation] * count
-        self._owners[start:end] = [owner] * count
+        self._holders[start:end] = [holder] * count
         self._times_s[start:end] = array("d", [self._clock_s()]) * count
 
     def last(self, page: int) -> PageTrace | None:
@@ -66,4 +66,4 @@ class PageJournal:
         operation = self._operations[page]
         if operation is None:
             return None
-        return PageTrace(operation, self._owners[page], self._clock_s() - self._times_s[page])
+        return PageTrace(operation, self._holders[page], self._clock_s() - self._times_s[page])

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.free_runs import FreeRuns, ascending_runs
-from cache.journal import NOBODY, Owner, PageJournal
+from cache.journal import NOBODY, Holder, PageJournal
 
 PageArray: TypeAlias = NDArray[np.int32]
 """Page numbers, in the order of the tokens they hold."""
@@ -75,7 +75,7 @@ class PageAllocator:
     def free_pages(self) -> PageArray:
         return np.flatnonzero(np.frombuffer(self._is_free, dtype=np.bool_)).astype(np.int32)
 
-    def allocate(self, count: int, after: int | None = None, owner: Owner = NOBODY) -> PageArray | None:
+    def allocate(self, count: int, after: int | None = None, holder: Holder = NOBODY) -> PageArray | None:
         """Takes `count` pages, in a run after page `after` if possible. None, and nothing taken, if too few are
         free."""
         if count > self._num_free:
@@ -84,10 +84,10 @@ class PageAllocator:
             return no_pages()
         self._num_free -= count
         if after is not None and self._runs.length_at(after + 1) >= count:
-            return self._take(after + 1, 0, count, owner)
-        return self._take_fresh(count, owner)
+            return self._take(after + 1, 0, count, holder)
+        return self._take_fresh(count, holder)
 
-    def free(self, pages: PageArray, owner: Owner = NOBODY, operation: str = "freed") -> None:
+    def free(self, pages: PageArray, holder: Holder = NOBODY, operation: str = "freed") -> None:
         """Gives pages back. Raises BooksError, and changes nothing, if one is free already or named twice."""
         if len(pages) == 0:
             return
@@ -95,14 +95,14 @@ class PageAllocator:
         if self._any_free(runs) or _overlap(runs):
             twice = [int(page) for page in pages if self._is_free[page]]
             last = f"; page {twice[0]}: {self.journal.last(twice[0])}" if twice else ""
-            raise BooksError(f"double free of pages {twice or pages.tolist()} by {owner}{last}")
+            raise BooksError(f"double free of pages {twice or pages.tolist()} by {holder}{last}")
         self._num_free += len(pages)
         for start, end in runs:
             self._is_free[start:end] = b"\1" * (end - start)
             self._runs.add(start, end)
-            self.journal.note_run(start, end, operation, owner)
+            self.journal.note_run(start, end, operation, holder)
 
-    def _take_fresh(self, count: int, owner: Owner) -> PageArray:
+    def _take_fresh(self, count: int, holder: Holder) -> PageArray:
         """Takes pages from the largest gap. If no gap has so many, takes several gaps, the largest first, to make few
         runs."""
         parts: list[PageArray] = []
@@ -111,17 +111,17 @@ class PageAllocator:
             if length >= count:
                 # In a gap that follows a sequence's pages, the first half is left for that sequence to grow into.
                 offset = min(length // 2, length - count) if start > 0 and not parts else 0
-                parts.append(self._take(start, offset, count, owner))
+                parts.append(self._take(start, offset, count, holder))
                 return parts[0] if len(parts) == 1 else np.concatenate(parts)
-            parts.append(self._take(start, 0, length, owner))
+            parts.append(self._take(start, 0, length, holder))
             count -= length
 
-    def _take(self, start: int, offset: int, count: int, owner: Owner) -> PageArray:
+    def _take(self, start: int, offset: int, count: int, holder: Holder) -> PageArray:
         """Takes pages from the gap that begins at page `start`."""
         self._runs.take(start, offset, count)
         first, end = start + offset, start + offset + count
         self._is_free[first:end] = bytes(count)
-        self.journal.note_run(first, end, "allocated", owner)
+        self.journal.note_run(first, end, "allocated", holder)
         return np.arange(first, end, dtype=np.int32)
 
     def _any_free(self, runs: list[tuple[int, int]]) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cache.audit import Claim, PageAccounts
-from cache.journal import NOBODY, Owner
+from cache.journal import NOBODY, Holder
 from cache.pages import NO_PAGES, BooksError, PageAllocator, PageCounts, no_pages
 from cache.radix_tree import RadixTree, TokenArray, TreeMatch
 from cache.sequence_kv import PageAccount, SequenceKV, pages_for
@@ -129,9 +129,9 @@ class PrefixCache:
             return PrefixMatch(namespace, 0, TreeMatch(0, None, 0))
         return self._match(namespace, tokens)
 
-    def begin(self, match: PrefixMatch, owner: Owner = NOBODY) -> SequenceKV:
+    def begin(self, match: PrefixMatch, holder: Holder = NOBODY) -> SequenceKV:
         """Starts a sequence on a fresh match, locking the shared prefix. The caller owns it."""
-        kv = self._empty(match.namespace, owner)
+        kv = self._empty(match.namespace, holder)
         if match.prefix_len:
             kv.node, pages = self._tree.lock(match.tree)
             kv.grow(pages, match.prefix_len)
@@ -142,19 +142,19 @@ class PrefixCache:
         self._in_flight.add(kv)
         return kv
 
-    def restore(self, namespace: str, owner: Owner, length: int, window_first: int) -> SequenceKV | None:
+    def restore(self, namespace: str, holder: Holder, length: int, window_first: int) -> SequenceKV | None:
         """A sequence with pages for `length` tokens and no KV in them yet; its first `window_first` window pages are
         gone. None, and nothing changed, if too few are free."""
         count = pages_for(length, self.page_size)
         if count > self.allocator.num_free:
             return None
-        kv = self._empty(namespace, owner)
+        kv = self._empty(namespace, holder)
         if self.window is not None:
             assert kv.window is not None
             kv.window.start_at(window_first, no_pages())
             if not self.window.take(kv, count - window_first):
                 return None
-        pages = self.allocator.allocate(count, None, owner)
+        pages = self.allocator.allocate(count, None, holder)
         assert pages is not None
         kv.grow(pages, length)
         self._in_flight.add(kv)
@@ -169,7 +169,7 @@ class PrefixCache:
             return False
         if self.window is not None and not self.window.take(kv, missing):
             return False
-        pages = self.allocator.allocate(missing, kv.last_page, kv.owner)
+        pages = self.allocator.allocate(missing, kv.last_page, kv.holder)
         assert pages is not None
         kv.grow(pages, target_len)
         return True
@@ -253,7 +253,7 @@ class PrefixCache:
         for account, pages in self._tree.claims():
             yield Claim(account, None, pages)
         for kv in self._in_flight:
-            yield Claim("in_flight", kv.owner, kv.private_pages)
+            yield Claim("in_flight", kv.holder, kv.private_pages)
 
     def window_claims(self) -> Iterator[Claim]:
         """The same of the window pool."""
@@ -263,7 +263,7 @@ class PrefixCache:
             yield Claim(account, None, pages)
         for kv in self._in_flight:
             assert kv.window is not None
-            yield Claim("in_flight", kv.owner, kv.window.live(kv.num_protected_pages))
+            yield Claim("in_flight", kv.holder, kv.window.live(kv.num_protected_pages))
 
     def lock_mismatches(self, parked: list[SequenceKV]) -> list[str]:
         """Locks and holds that differ from those of the sequences in flight and the `parked` ones."""
@@ -277,10 +277,10 @@ class PrefixCache:
             wrong += self.window.hold_mismatches(holders, self._tree)
         return wrong
 
-    def _empty(self, namespace: str, owner: Owner) -> SequenceKV:
+    def _empty(self, namespace: str, holder: Holder) -> SequenceKV:
         chain = self.identity.chain(namespace, self.page_size)
         kv = SequenceKV(chain, self._account, namespace, windowed=self.window is not None)
-        kv.owner = owner
+        kv.holder = holder
         return kv
 
     def _match(self, namespace: str, tokens: TokenArray) -> PrefixMatch:
@@ -313,8 +313,8 @@ class PrefixCache:
         if known_page > start_page:
             # The tree had these tokens already: keep its pages, give up the duplicates.
             kv.replace(start_page, tree_pages[start_page:known_page])
-            self.allocator.free(own[start_page:known_page], kv.owner, "freed as a duplicate")
-        self.allocator.journal.note(own[max(start_page, known_page) :], "shared", kv.owner)
+            self.allocator.free(own[start_page:known_page], kv.holder, "freed as a duplicate")
+        self.allocator.journal.note(own[max(start_page, known_page) :], "shared", kv.holder)
         kv.protect(num_tokens)
 
     def _cut(self, kv: SequenceKV, target_len: int) -> None:
@@ -326,7 +326,7 @@ class PrefixCache:
     def _cut_private(self, kv: SequenceKV, target_len: int) -> None:
         if self.window is not None:
             self.window.cut(kv, pages_for(target_len, self.page_size))
-        self.allocator.free(kv.free_aligned(target_len), kv.owner)
+        self.allocator.free(kv.free_aligned(target_len), kv.holder)
 
     def _unprotect(self, kv: SequenceKV, target_len: int) -> None:
         """Returns the locks past `target_len` (whole pages). Private pages must be gone already."""

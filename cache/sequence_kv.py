@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cache.journal import NOBODY, Owner
+from cache.journal import NOBODY, Holder
 from cache.pages import PageArray, PageCounts, no_pages
 from cache.token_chain import TokenChain, Tokens
 from cache.window_table import WindowTable
@@ -56,7 +56,7 @@ class SequenceKV:
     """
 
     __slots__ = ("_breaks", "_buffer", "account", "allocated_len", "chain", "committed_len", "contiguous", "draft_len",
-                 "namespace", "node", "num_pages", "owner", "page_size", "pages", "protected_len",
+                 "holder", "namespace", "node", "num_pages", "page_size", "pages", "protected_len",
                  "sent_pages", "window")  # fmt: skip
 
     def __init__(
@@ -67,7 +67,7 @@ class SequenceKV:
         self.chain = chain
         self.account = account
         self.namespace = namespace
-        self.owner: Owner = NOBODY
+        self.holder: Holder = NOBODY
         self._buffer = np.empty(_INITIAL_CAPACITY, dtype=np.int32)
         self._breaks = 0
         self.sent_pages = 0

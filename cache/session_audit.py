@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from cache.audit import AuditReport, Claim, PageAccounts, audit_pool, check_balance
-from cache.journal import Owner
+from cache.journal import Holder
 from cache.pages import BooksError
 from cache.prefix_cache import PrefixCache
 from cache.sequence_kv import PageAccount, SequenceKV
@@ -67,18 +67,18 @@ class SessionAuditor:
         host, disk = self._tiers.accounts()
         return AuditReport(pools, host, disk, tuple(findings), tuple(mismatches))
 
-    def _parked(self) -> Iterator[tuple[Owner, SequenceKV]]:
+    def _parked(self) -> Iterator[tuple[Holder, SequenceKV]]:
         for slot in self._slots:
             if slot.kv is not None:
-                yield Owner(slot.session_id), slot.kv
+                yield Holder(slot.session_id), slot.kv
         for kv in self._tiers.orphans:
-            yield kv.owner, kv
+            yield kv.holder, kv
 
     def _session_claims(self) -> Iterator[Claim]:
-        for owner, kv in self._parked():
-            yield Claim("session", owner, kv.private_pages)
+        for holder, kv in self._parked():
+            yield Claim("session", holder, kv.private_pages)
 
     def _session_window_claims(self) -> Iterator[Claim]:
-        for owner, kv in self._parked():
+        for holder, kv in self._parked():
             assert kv.window is not None
-            yield Claim("session", owner, kv.window.live(kv.num_protected_pages))
+            yield Claim("session", holder, kv.window.live(kv.num_protected_pages))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from cache.history import History
-from cache.journal import Owner
+from cache.journal import Holder
 from cache.kv_census import kv_bytes
 from cache.kv_demand import KVDemand
 from cache.pages import NO_PAGES, PageCounts
@@ -192,16 +192,16 @@ class SessionAwareCache:
             return False
         return missing.full <= 0 or missing.full <= self._inner.yielding_pages(match.prefix, own_kv, kept_len)
 
-    def begin(self, match: CacheMatch, owner: Owner) -> SequenceKV:
+    def begin(self, match: CacheMatch, holder: Holder) -> SequenceKV:
         """Moves the matched KV to a request. A session's KV past the prefix is freed first."""
         assert not match.elsewhere
         assert not match.loading
         session_id = match.session_id
         lent = None
         if session_id is not None:
-            lent = SessionSlot(session_id, SlotState.LENT, borrower=owner.request_id)
+            lent = SessionSlot(session_id, SlotState.LENT, borrower=holder.request_id)
         if match.prefix is not None:
-            fresh = self._inner.begin(match.prefix, owner)
+            fresh = self._inner.begin(match.prefix, holder)
             if lent is not None:
                 self.tiers.discard(lent.session_id)  # what it holds, if anything, could not be continued
                 self.tiers.lost.begin(lent.session_id)
@@ -211,7 +211,7 @@ class SessionAwareCache:
         slot = self._slots.get(lent.session_id)
         assert slot is not None
         kv = self.tiers.take_out(slot)
-        kv.owner = owner
+        kv.holder = holder
         self._slots.put(lent)
         self._inner.lend(kv)
         self._free_tail(kv, match.prefix_len)
@@ -232,8 +232,8 @@ class SessionAwareCache:
         wanted = self._inner.counts(num_pages, num_pages - entry.window_first)
         room = self._make_room(wanted + ahead, session_id)
         if room is Room.READY:
-            owner = Owner(session_id)
-            kv = self._inner.restore(entry.namespace, owner, entry.committed_len, entry.window_first)
+            holder = Holder(session_id)
+            kv = self._inner.restore(entry.namespace, holder, entry.committed_len, entry.window_first)
             assert kv is not None
             self._inner.reclaim(kv, self._account)
             self.tiers.load(slot, kv)
@@ -328,7 +328,7 @@ class SessionAwareCache:
         if length == 0:
             return 0
         slot.kv = self.tiers.take_out(slot)  # sharing may free duplicates: a save must not go on reading them
-        child = self._inner.begin(self._inner.share(slot.kv, tokens[:length]), Owner(child_id))
+        child = self._inner.begin(self._inner.share(slot.kv, tokens[:length]), Holder(child_id))
         if 0 < length - child.committed_len < self.page_size:
             self._copy_part_page(slot.kv, child, length)
         if child.committed_len == 0:

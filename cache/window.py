@@ -96,7 +96,7 @@ class WindowPool:
     def take(self, kv: SequenceKV, count: int) -> bool:
         """Adds `count` private pages. False, and nothing changed, if too few are free."""
         assert kv.window is not None
-        pages = self._allocator.allocate(count, kv.window.last_page, kv.owner)
+        pages = self._allocator.allocate(count, kv.window.last_page, kv.holder)
         if pages is None:
             return False
         kv.window.grow(pages)
@@ -147,11 +147,11 @@ class WindowPool:
             if index < known_page and cached != GONE:
                 self._hold(tree_pages[index : index + 1])
                 table.replace(index, cached)
-                self._allocator.free(page, kv.owner, "freed as a duplicate")
+                self._allocator.free(page, kv.holder, "freed as a duplicate")
             else:
                 tree.place_window(node, index, own)
                 self._adopt(page)
-                self._allocator.journal.note(page, "shared", kv.owner)
+                self._allocator.journal.note(page, "shared", kv.holder)
 
     def disown(self, pages: PageArray) -> int:
         """Frees pages evicted from the tree, GONE among them; returns how many. Raises BooksError if a sequence still
@@ -200,7 +200,7 @@ class WindowPool:
         self._unhold(table.live(start, min(end, protected)))
         private = table.live(max(start, protected), end).copy()
         kv.account.window -= len(private)
-        self._allocator.free(private, kv.owner)
+        self._allocator.free(private, kv.holder)
         table.forget(start, end)
 
     def _hold(self, pages: PageArray) -> None:

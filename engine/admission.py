@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cache.journal import Owner
+from cache.journal import Holder
 from cache.pages import NO_PAGES, PageCounts
 from cache.sequence_kv import pages_for
 from cache.session_cache import CacheMatch, Room, SessionAwareCache
@@ -113,7 +113,7 @@ class Admission:
 
     def _begin(self, request: LiveRequest, match: CacheMatch, budget: int) -> Verdict:
         spec = request.spec
-        kv = self._cache.begin(match, Owner(spec.session_id, spec.request_id))
+        kv = self._cache.begin(match, Holder(spec.session_id, spec.request_id))
         count = min(len(request.tokens) - kv.committed_len, self._settings.chunk_size, budget)
         room = self._cache.extend(kv, kv.committed_len + count, before=spec.session_id)
         if room is not Room.READY:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from cache.journal import Owner
+from cache.journal import Holder
 from cache.sequence_kv import SequenceKV
 from cache.session_cache import SessionAwareCache
 from cache.slots import SlotState
@@ -92,18 +92,18 @@ class ReplicaFaults:
     async def _leak(self, session_id: str | None) -> tuple[Undo, dict[str, Any]]:
         """Takes a page for a session without giving it to the session, as if the caller had lost it."""
 
-        def take(cache: SessionAwareCache) -> tuple[str, Any, Owner]:
+        def take(cache: SessionAwareCache) -> tuple[str, Any, Holder]:
             name, kv = _idle_session(cache, session_id)
-            owner = Owner(name, BY)
-            pages = cache._inner.allocator.allocate(1, kv.last_page, owner)
+            holder = Holder(name, BY)
+            pages = cache._inner.allocator.allocate(1, kv.last_page, holder)
             if pages is None:
                 raise _refused("no page is free")
-            return name, pages, owner
+            return name, pages, holder
 
-        name, pages, owner = await self._on_step_thread(take)
+        name, pages, holder = await self._on_step_thread(take)
 
         async def give_back() -> None:
-            await self._on_step_thread(lambda cache: cache._inner.allocator.free(pages, owner))
+            await self._on_step_thread(lambda cache: cache._inner.allocator.free(pages, holder))
 
         return give_back, {"session_id": name, "page": int(pages[0])}
 
@@ -115,7 +115,7 @@ class ReplicaFaults:
             twin = SequenceKV(
                 cache.empty_chain(""), cache.tiers._account, windowed=cache._inner.window is not None
             )
-            twin.owner = Owner(None, BY)
+            twin.holder = Holder(None, BY)
             twin.grow(kv.pages[-1:].copy(), kv.page_size)
             cache.tiers._orphans[TWIN_KEY] = twin
             return name, twin

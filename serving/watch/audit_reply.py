@@ -61,8 +61,8 @@ def _finding(finding: Finding) -> dict[str, Any]:
         if last is None
         else {
             "operation": last.operation,
-            "session": last.owner.session_id,
-            "request": last.owner.request_id,
+            "session": last.holder.session_id,
+            "request": last.holder.request_id,
             "age_s": last.age_s,
         },
     }

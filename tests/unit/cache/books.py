@@ -9,7 +9,7 @@ import numpy as np
 
 from cache.audit import PageAccounts, TierAccounts
 from cache.history import History
-from cache.journal import Owner
+from cache.journal import Holder
 from cache.pages import PageAllocator
 from cache.prefix_cache import PrefixCache, token_array
 from cache.radix_tree import TokenArray
@@ -123,7 +123,7 @@ class Books:
         self, session_id: str | None, tokens: TokenArray, max_len: int | None = None, namespace: str = ""
     ) -> SequenceKV:
         match = self.match(session_id, tokens, max_len, namespace)
-        return self.sessions.begin(match, Owner(session_id, "r"))
+        return self.sessions.begin(match, Holder(session_id, "r"))
 
     def fill(self, kv: SequenceKV, length: int, *, keep_len: int | None = None) -> None:
         """Allocates and "computes" KV up to `length` tokens; with `keep_len`, window pages slide."""

@@ -34,7 +34,7 @@ def plant(cache: SessionAwareCache, kind: FaultKind, session_id: str, pool: Pool
     elif kind == "double free":
         window = cache._inner.window
         allocator = window.allocator if pool == "window" and window is not None else cache._inner.allocator
-        allocator.free(last, kv.owner)
+        allocator.free(last, kv.holder)
     else:
         cache._inner.lend(kv)
     return int(last[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from cache.journal import Owner
+from cache.journal import Holder
 from cache.pages import PageCounts
 from cache.session_cache import Room
 from tests.unit.cache.books import Books, joined, tokens_from
@@ -78,7 +78,7 @@ def test_can_begin_is_exact_under_random_traffic() -> None:
         match = books.match(None, joined(tokens_from(0, 4 * rng.randrange(4)), tokens_from(900, 90)))
         target_len = rng.randrange(max(match.prefix_len, 1), 120)
         promised = books.sessions.can_begin(match, target_len)
-        had = books.sessions.extend(books.sessions.begin(match, Owner()), target_len) is Room.READY
+        had = books.sessions.extend(books.sessions.begin(match, Holder()), target_len) is Room.READY
         books.check()
         assert promised == had
         verdicts[had] += 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cache.audit import Claim, PageAccounts, audit_pool, check_balance
-from cache.journal import Owner, PageJournal
+from cache.journal import Holder, PageJournal
 from cache.pages import BooksError, PageArray
 from tests.unit.cache.books import Books, tokens_from
 
@@ -32,11 +32,11 @@ def test_a_leak_and_a_double_count_are_both_refused(pool: str, free: int) -> Non
 def test_the_walk_names_pages_with_two_accounts_and_with_none() -> None:
     time_s = [0.0]
     journal = PageJournal(5, lambda: time_s[0])
-    journal.note(pages_of(1), "allocated", Owner("a", "a/1"))
-    journal.note(pages_of(3), "freed", Owner("b"))
+    journal.note(pages_of(1), "allocated", Holder("a", "a/1"))
+    journal.note(pages_of(3), "freed", Holder("b"))
     time_s[0] = 2.5
     accounts = PageAccounts(total=5, free=2, cached=0, protected=0, session=2, in_flight=0)
-    claims = [Claim("free", None, pages_of(0, 1)), Claim("session", Owner("a"), pages_of(2, 1))]
+    claims = [Claim("free", None, pages_of(0, 1)), Claim("session", Holder("a"), pages_of(2, 1))]
     findings, mismatches = audit_pool("full", accounts, claims, journal)
     assert [str(finding) for finding in findings] == [
         "page 1 of pool full is doubly accounted in free and in session (session a); "
@@ -56,7 +56,7 @@ def test_a_page_twice_in_one_claim_is_doubly_accounted() -> None:
 
 def test_counters_that_the_walk_does_not_confirm_are_named() -> None:
     accounts = PageAccounts(total=2, free=0, cached=0, protected=0, session=0, in_flight=2)
-    claims = [Claim("free", None, pages_of(0)), Claim("in_flight", Owner(), pages_of(1))]
+    claims = [Claim("free", None, pages_of(0)), Claim("in_flight", Holder(), pages_of(1))]
     findings, mismatches = audit_pool("full", accounts, claims, PageJournal(2, lambda: 0.0))
     assert findings == []
     assert mismatches == [

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from cache.journal import Owner
+from cache.journal import Holder
 from cache.pages import BooksError
 from tests.unit.cache.books import Books, tokens_from
 from tests.unit.cache.planted_faults import FaultKind, plant
@@ -59,7 +59,7 @@ def test_a_double_count_balances_and_only_the_walk_sees_it(pool: str) -> None:
     assert [finding.kind for finding in found] == ["doubly accounted"]
     assert sorted(found[0].accounts) == ["in_flight (session a, request r)", "session (session a)"]
     assert found[0].last is not None
-    assert found[0].last.owner == Owner("a", "r")
+    assert found[0].last.holder == Holder("a", "r")
     assert not report.clean
 
 
@@ -68,7 +68,7 @@ def test_only_the_damaged_session_is_named() -> None:
         books, page = faulty(kind, "full")
         findings = books.sessions.books.audit().findings
         assert page in {finding.page for finding in findings}
-        assert {finding.last.owner.session_id for finding in findings if finding.last} == {"a"}
+        assert {finding.last.holder.session_id for finding in findings if finding.last} == {"a"}
 
 
 def test_what_cannot_be_damaged_is_refused_and_left_whole() -> None:

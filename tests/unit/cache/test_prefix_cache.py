@@ -1,4 +1,4 @@
-"""PrefixCache: shared prefixes are locked, never written, and every page has one owner."""
+"""PrefixCache: shared prefixes are locked, never written, and every page has one account."""
 
 from __future__ import annotations
 

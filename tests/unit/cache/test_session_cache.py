@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cache.history import History
-from cache.journal import Owner
+from cache.journal import Holder
 from cache.pages import BooksError, PageCounts
 from cache.sequence_kv import pages_for
 from cache.session_cache import Room, SessionBorrowed
@@ -26,7 +26,7 @@ def test_the_next_turn_starts_where_the_last_one_ended(page_size: int) -> None:
     longer = tokens_from(0, len(history) + 5)
     match = books.match("a", longer)
     assert (match.from_slot, match.prefix_len) == (True, len(history) - 1)
-    assert books.sessions.begin(match, Owner("a", "r")) is kv, "moved, not copied"
+    assert books.sessions.begin(match, Holder("a", "r")) is kv, "moved, not copied"
 
 
 def test_a_continuing_session_never_looks_at_its_tokens() -> None:
@@ -68,7 +68,7 @@ def test_kv_past_the_history_is_not_matched() -> None:
     books.run_turn("a", tokens)
     match = books.sessions.match_prefix("a", "", lambda: tokens, 19, History(tokens.tolist(), 7))
     assert match.prefix_len == 7
-    kv = books.sessions.begin(match, Owner("a", "r"))
+    kv = books.sessions.begin(match, Holder("a", "r"))
     books.check()
     assert (kv.committed_len, kv.allocated_len, kv.num_pages) == (7, 7, 2)
 

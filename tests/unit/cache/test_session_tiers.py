@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache.journal import Owner
+from cache.journal import Holder
 from cache.session_cache import Room
 from cache.slots import SlotState
 from cache.tiers import CopyKind
@@ -55,7 +55,7 @@ def test_to_the_host_and_back() -> None:
     books.check()
     assert [order.kind for order in books.take_orders()] == [DROP]
     kv = books.begin("a", tokens_from(0, 20))
-    assert (kv.committed_len, kv.draft_len, kv.owner) == (14, 14, Owner("a", "r"))
+    assert (kv.committed_len, kv.draft_len, kv.holder) == (14, 14, Holder("a", "r"))
     tiers = books.tiers
     assert (tiers.num_to_host, tiers.num_from_host, tiers.num_to_log) == (1, 1, 0)
     assert books.host.used_bytes == 0

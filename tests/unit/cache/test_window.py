@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.journal import Owner
+from cache.journal import Holder
 from cache.pages import BooksError, PageAllocator, PageCounts
 from cache.session_cache import EVICTION_SHARE, Room
 from cache.window import WindowPool
@@ -277,7 +277,7 @@ def test_the_session_s_window_moves_with_its_kv() -> None:
     kv = books.begin("a", tokens_from(0, 40))
     busy = books.window_accounts()
     assert (busy.session, busy.in_flight) == (0, idle.session)
-    assert kv.owner == Owner("a", "r")
+    assert kv.holder == Holder("a", "r")
     books.fill(kv, 39, keep_len=29)
     books.sessions.finish_turn("a", kv, tokens_from(0, 40), 40)
     books.check()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cache.journal import Owner
+from cache.journal import Holder
 from cache.sequence_kv import SequenceKV, pages_for
 from cache.session_cache import CacheMatch
 from cache.token_chain import Tokens
@@ -95,9 +95,9 @@ class Watch:
         driver.cache._park = self.park  # type: ignore[method-assign]
         driver.cache.begin = self.begin  # type: ignore[method-assign]
 
-    def begin(self, match: CacheMatch, owner: Owner) -> SequenceKV:
+    def begin(self, match: CacheMatch, holder: Holder) -> SequenceKV:
         before = len(self.begun)
-        kv = self._begin(match, owner)
+        kv = self._begin(match, holder)
         assert len(self.begun) == before + match.from_slot, "once a turn"
         return kv
 

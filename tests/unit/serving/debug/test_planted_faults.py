@@ -53,7 +53,7 @@ async def test_a_leaked_page_has_no_account_and_is_named_with_its_session(tmp_pa
         report = await audit_of(rig)
         (finding,) = report.findings
         assert (finding.kind, finding.page) == ("leaked", planted["page"])
-        assert (finding.last.operation, finding.last.owner.session_id) == ("allocated", "s")
+        assert (finding.last.operation, finding.last.holder.session_id) == ("allocated", "s")
         assert report.pools["full"].leaked == 1
         assert await faults.plant(MEND) == {"mended": ["leak_page"]}
         assert (await audit_of(rig)).clean

@@ -1,4 +1,4 @@
-"""The audit as JSON: it names the last owner of every finding, and every replica that should have answered."""
+"""The audit as JSON: it names the last holder of every finding, and every replica that should have answered."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cache.audit import AuditReport, Finding, PageAccounts, TierAccounts
-from cache.journal import Owner, PageTrace
+from cache.journal import Holder, PageTrace
 from controllers.errors import ControllerError, StoreError
 from controllers.records import ReplicaStatus
 from serving.front.cluster_client import ClusterClient
@@ -23,7 +23,7 @@ PAGES = PageAccounts(total=10, free=4, cached=2, protected=1, session=1, in_flig
 
 
 def test_findings_and_mismatches() -> None:
-    trace = PageTrace("allocated", Owner("anna", "turn-1"), 2.5)
+    trace = PageTrace("allocated", Holder("anna", "turn-1"), 2.5)
     findings = (
         Finding("leaked", "full", 7, (), trace),
         Finding("doubly accounted", "window", 3, ("free", "session anna"), None),
