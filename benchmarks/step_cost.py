@@ -234,7 +234,7 @@ def a_queue(num_waiting: int) -> Callable[[], object]:
     for _ in range(3):
         step()
     assert scheduler.num_waiting
-    assert cache.tiers.copies_in_flight
+    assert cache.awaits_copies
     return step
 
 

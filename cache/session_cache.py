@@ -107,8 +107,8 @@ class SessionAwareCache:
 
     @property
     def awaits_copies(self) -> bool:
-        """Whether copies are in flight that will end. Reads from a disk that hangs may not."""
-        return self.tiers.copies_awaited > 0
+        """Whether copies are in flight that will end, and that pages wait for."""
+        return self.tiers.awaits_copies
 
     @property
     def disk_hangs(self) -> bool:

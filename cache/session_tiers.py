@@ -51,7 +51,9 @@ class SessionTiers:
         self.reads = DiskReads(clock)
         self._keys = count(1)
         self._copies: dict[int, StoredKV] = {}
-        self._write: tuple[StoredKV, StoredKV] | None = None  # the host's entry and the disk's
+        self._write: tuple[StoredKV, StoredKV] | None = (
+            None  # the host's entry and the disk's; nothing waits for it
+        )
         self._write_is_due = False  # one was put off by the disk's pause
         self._orphans: dict[int, SequenceKV] = {}  # KV being loaded for a session that is gone
         self._orders: list[CopyOrder] = []
@@ -64,14 +66,10 @@ class SessionTiers:
         self.num_disk_failures = 0
 
     @property
-    def copies_in_flight(self) -> int:
-        """Copies that fill device pages, or after which device pages are freed."""
-        return len(self._copies)
-
-    @property
-    def copies_awaited(self) -> int:
-        """Those of them that will end: reads from a disk that hangs may not."""
-        return len(self._copies) - (self.reads.count if self.reads.hangs else 0)
+    def awaits_copies(self) -> bool:
+        """Whether copies are in flight that fill device pages, or after which device pages are freed, and that will
+        end: reads from a disk that hangs may not."""
+        return len(self._copies) > (self.reads.count if self.reads.hangs else 0)
 
     @property
     def will_free(self) -> bool:
@@ -81,11 +79,6 @@ class SessionTiers:
             not entry.on_disk and (key in self._orphans or self._is_saved(entry))
             for key, entry in self._copies.items()
         )
-
-    @property
-    def writing(self) -> bool:
-        """Whether KV is being written from the host to the disk. Nothing waits for that."""
-        return self._write is not None
 
     @property
     def orphans(self) -> Iterator[SequenceKV]:

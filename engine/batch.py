@@ -129,10 +129,6 @@ class ScheduledBatch:
     items: list[BatchItem]
     num_steps: int = 1
 
-    @property
-    def num_tokens(self) -> int:
-        return self.num_steps * sum(item.num_tokens for item in self.items)
-
 
 @dataclass(slots=True)
 class ItemOutput:

@@ -104,12 +104,6 @@ def memory_room(device: torch.device, share: float, reserve_bytes: int) -> int:
     return int(total * share) - int(total - free) - reserve_bytes
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits until everything queued on the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def num_multiprocessors(device: torch.device) -> int:
     """How many blocks of a kernel can run at once without sharing; 1 on a CPU."""
     if device.type != "cuda":

@@ -257,7 +257,8 @@ class ClockedRunner(NullRunner):
     def launch(self, batch: ScheduledBatch) -> Done:
         begin_s = time.perf_counter()
         done = super().launch(batch)
-        if batch.num_tokens == len(batch.items) == self._streams:
+        num_tokens = batch.num_steps * sum(item.num_tokens for item in batch.items)
+        if num_tokens == len(batch.items) == self._streams:
             self.took_s.append(time.perf_counter() - begin_s)
         return done
 

@@ -29,12 +29,10 @@ class CpuAttention:
     attention.h says; this takes longer.
     """
 
-    name = "cpu"
-
     def __init__(self, pool: KVPool, kernels: Kernels, *, deterministic: bool = False) -> None:
         dtype, head_dim = pool.full.kv_LJKSD.dtype, pool.full.kv_LJKSD.shape[-1]
         if dtype != torch.float32 or head_dim > LARGEST_HEAD:
-            raise AttentionUnavailable(self.name, f"no kernels for heads of {head_dim} in {dtype}")
+            raise AttentionUnavailable("cpu", f"no kernels for heads of {head_dim} in {dtype}")
         self.deterministic = deterministic
         self._pool = pool
         self._kernels = kernels

@@ -143,10 +143,6 @@ class AttentionTables:
 class TableAttention(Protocol):
     """Attention that reads its plan on the device. Knows how to read the pools; made once for them."""
 
-    @property
-    def name(self) -> str:
-        """As in the settings: triton, flash, torch."""
-
     def captures(self, max_query_len: int) -> bool:
         """Whether a step's launches depend only on the tables' shapes, so that a CUDA graph of them works for other
         contents."""

@@ -23,11 +23,9 @@ from engine.runner.kv_pool import FP8, KVPool
 class TorchTables:
     """A TableAttention. Raises AttentionUnavailable for pools in fp8, which torch's operators cannot multiply."""
 
-    name = "torch"
-
     def __init__(self, pool: KVPool) -> None:
         if pool.full.kv_LJKSD.dtype == FP8:
-            raise AttentionUnavailable(self.name, "it has no fp8 KV; triton has")
+            raise AttentionUnavailable("torch", "it has no fp8 KV; triton has")
         self._pool = pool
         self._items = TorchAttention(pool)
 

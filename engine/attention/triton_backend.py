@@ -83,10 +83,6 @@ class TritonAttention:
         self.sums = torch.empty(2 * max(rows), device=self.device)
         self.counters = torch.zeros(max(programs), dtype=torch.int32, device=self.device)
 
-    @property
-    def name(self) -> str:
-        return "triton"
-
     def captures(self, max_query_len: int) -> bool:  # noqa: ARG002
         return True
 

@@ -37,7 +37,6 @@ class ModelSpec:
     sees everything.
     """
 
-    family: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -147,7 +146,6 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
     hidden_size = positive_integer(config, "hidden_size")
     latent = parse_latent(config, rope) if family.latent else None
     spec = ModelSpec(
-        family=family.name,
         vocab_size=positive_integer(config, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=positive_integer(config, "intermediate_size"),

@@ -22,10 +22,6 @@ class ChildRank:
     def __init__(self, process: SpawnProcess) -> None:
         self._process = process
 
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid
-
     def ended(self) -> str | None:
         status = self._process.exitcode
         return None if status is None else f"exit status {status}"

@@ -247,7 +247,7 @@ class CellRun:
         for session_id in self.histories:
             self.engine.close_session(session_id)
         self.engine._drain_inbox(block=False)
-        while cache.tiers.copies_in_flight:
+        while cache.awaits_copies:
             self.engine._drain_inbox(block=True)
         self.engine.flush()
         self.engine._drain_inbox(block=False)

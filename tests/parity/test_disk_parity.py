@@ -74,7 +74,7 @@ class Rig:
         )  # fmt: skip
         self._output, self._ended = [], False
         self.engine.submit(spec)
-        while not self._ended or self.tiers.copies_in_flight:
+        while not self._ended or self.engine._cache.awaits_copies:
             idle = self._ended or self.engine._stalled
             self.engine._drain_inbox(block=idle)
             self._end_writes()
@@ -85,7 +85,7 @@ class Rig:
         self.finished.append(Finished(self.histories[name], len(prompt), spec.request_id))
 
     def _end_writes(self) -> None:
-        while self.tiers.writing:
+        while self.tiers._write is not None:
             self.engine._copies.carry_out()
             self.engine._drain_inbox(block=True)
 

@@ -350,7 +350,7 @@ class World:
         assert not self.driver.runner._saved, "host memory of nobody"
         assert not self.driver.runner._spilled, "files of nobody"
         tiers = self.driver.cache.tiers
-        assert (tiers.copies_in_flight, tiers.writing) == (0, False)
+        assert (tiers._copies, tiers._write) == ({}, None)
         assert self.driver.cache.num_sessions == 0
 
     def check(self) -> None:

@@ -268,6 +268,11 @@ class Driver:
         """Ends the oldest copies to and from the disk now."""
         self.runner.end_disk_copies(count)
 
+    @property
+    def tokens_of_steps(self) -> list[int]:
+        """How many tokens each launch computed, proposals included."""
+        return [batch.num_steps * sum(item.num_tokens for item in batch.items) for batch in self.batches]
+
     def check(self) -> None:
         self._carry_out()
         self.cache.books.check("strict")
@@ -282,9 +287,9 @@ class Driver:
         if self.cache.num_sessions == 0:
             assert self.allocator.num_free == self.allocator.num_pages
             assert self.window is None or self.window.num_free == self.window.num_pages
-            tiers = self.cache.tiers
-            host, disk = tiers.accounts()
-            assert host.used_bytes == disk.used_bytes == 0 or tiers.copies_in_flight or tiers.writing
+            host, disk = self.cache.tiers.accounts()
+            copying = self.runner._copies or self.runner._disk_copies
+            assert host.used_bytes == disk.used_bytes == 0 or copying
 
     def _fail(self, batch: ScheduledBatch, error: EngineError) -> None:
         for delta in self.scheduler.fail(batch, error):

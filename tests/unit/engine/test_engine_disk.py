@@ -55,7 +55,7 @@ def turn(
     """Runs the session's next turn after all copies have ended. Returns the whole history and how much of it was
     cached."""
     tiers = engine._cache.tiers
-    while engine._call(lambda: tiers.writing or tiers.copies_in_flight).result(WAIT_S):
+    while engine._call(lambda: tiers._write is not None or tiers.awaits_copies).result(WAIT_S):
         pass
     new = [1 + (7 * len(name) + ord(name[-1]) + len(history) + k) % 40 for k in range(8)]
     engine.submit(
@@ -120,7 +120,7 @@ def test_a_closed_session_leaves_nothing_on_host_and_disk(model: Path, tmp_path:
         for number in range(SESSIONS):
             engine.close_session(f"s{number}").result(WAIT_S)
         tiers = engine._cache.tiers
-        while engine._call(lambda: tiers.writing or tiers.copies_in_flight).result(WAIT_S):
+        while engine._call(lambda: tiers._write is not None or tiers.awaits_copies).result(WAIT_S):
             pass
         assert [account.used_bytes for account in tiers.accounts()] == [0, 0]
         write_lane = engine._runner._copies._write_lane  # type: ignore[attr-defined]

@@ -35,7 +35,7 @@ def assert_goes_on(driver: Driver, talk: Talk) -> None:
     assert talk.turn([62], 3).cached == len(talk.history) - 3 - 2
     driver.cache.release_session("s")
     driver.check()
-    while driver.cache.tiers.copies_in_flight:
+    while driver.cache.awaits_copies:
         driver.end_copies()
         driver.check()
     driver.assert_empty()

@@ -53,7 +53,7 @@ def test_a_request_that_must_end_is_not_computed_past_its_length() -> None:
     driver = ahead()
     driver.add(request("r", [1, 2, 3], 4))
     driver.run()
-    assert sum(batch.num_tokens for batch in driver.batches) == 3 + 3
+    assert sum(driver.tokens_of_steps) == 3 + 3
 
 
 def test_the_context_is_never_exceeded() -> None:
@@ -79,7 +79,7 @@ def test_what_was_computed_past_a_stop_is_dropped(page_size: int, decode_steps: 
     talk = Talk(driver, "s")
     outcome = talk.turn([1, 2, 3, 4], 30, sampling=sampling)
     assert outcome.token_ids == expected
-    assert sum(batch.num_tokens for batch in driver.batches) > 4 + len(expected) - 1
+    assert sum(driver.tokens_of_steps) > 4 + len(expected) - 1
     kv = slot_kv(driver.cache, "s")
     assert kv.committed_len in (
         4 + len(expected) - 1,
@@ -325,7 +325,7 @@ class TestSeveralStepsInOneGo:
         for name in ("a", "b"):
             driver.add(request(name, [1], 9))
         driver.run()
-        assert max(batch.num_tokens for batch in driver.batches) <= 6
+        assert max(driver.tokens_of_steps) <= 6
 
     def test_a_pending_token_of_several_steps_is_the_last(self) -> None:
         driver = Driver(decode_steps=3, ahead=True)

@@ -76,7 +76,7 @@ def test_only_the_last_chunk_samples_and_others_know_their_next_token() -> None:
 def test_no_step_exceeds_its_token_budget(speculation: SpeculationMethod) -> None:
     driver = Driver(chunk_size=8, max_batch_tokens=10, max_running=16, num_pages=256, speculation=speculation)
     driver.generate(*(request(f"r{n}", range(1, 4 + 3 * n), 12) for n in range(14)))
-    assert max(batch.num_tokens for batch in driver.batches) == 10, "proposals included"
+    assert max(driver.tokens_of_steps) == 10, "proposals included"
     assert all(len(item.token_ids) <= 8 for batch in driver.batches for item in batch.items)
 
 

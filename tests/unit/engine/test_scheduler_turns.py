@@ -31,7 +31,7 @@ def test_a_turn_computes_its_new_tokens_only() -> None:
     talk.turn(range(1, 40), 4)
     driver.batches.clear()
     talk.turn([50, 51, 52], 4)
-    assert [batch.num_tokens for batch in driver.batches] == [4, 1, 1, 1]
+    assert driver.tokens_of_steps == [4, 1, 1, 1]
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

@@ -82,7 +82,7 @@ def on_disk(rig: Rig, session_id: str) -> list[int]:
 
     rig.engine._call(demote).result(WAIT_S)
     for end in (rig.runner.end_copies, rig.runner.end_disk_copies):
-        while not rig.engine._call(lambda: tiers.copies_in_flight or tiers.writing).result(WAIT_S):
+        while not rig.engine._call(lambda: rig.runner._copies or rig.runner._disk_copies).result(WAIT_S):
             pass
         rig.engine._call(end).result(WAIT_S)
     while rig.engine.session_places([session_id]).result(WAIT_S)[session_id].tier != "disk":

@@ -34,7 +34,7 @@ def being_written(driver: Driver) -> None:
     driver.cache.tiers._spare_bytes = driver.cache.tiers.accounts()[0].budget_bytes
     on_the_host(driver)
     driver.check()
-    assert driver.cache.tiers.writing
+    assert driver.runner._disk_copies
 
 
 def on_disk(driver: Driver) -> None:

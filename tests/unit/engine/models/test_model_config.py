@@ -59,10 +59,10 @@ def test_what_families_build_in() -> None:
     qwen3 = parse_spec(config(architectures=["Qwen3ForCausalLM"]))
     assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
     mistral = parse_spec(config(architectures=["MistralForCausalLM"], sliding_window=None, head_dim=32))
-    assert (mistral.family, mistral.head_dim) == ("mistral", 32)
+    assert (mistral.head_dim, mistral.windows) == (32, (None, None))
     llama = parse_spec(config(attention_bias=True, mlp_bias=True, num_key_value_heads=None))
     assert (llama.qkv_bias, llama.out_bias, llama.mlp_bias, llama.num_kv_heads) == (True, True, True, 4)
-    assert parse_spec(config(architectures=None, model_type="llama")).family == "llama"
+    assert parse_spec(config(architectures=None, model_type="llama")) == parse_spec(config())
 
 
 def moe(**changes: Any) -> dict[str, Any]:

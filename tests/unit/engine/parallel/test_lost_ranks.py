@@ -44,7 +44,7 @@ def test_a_lost_rank_ends_every_request_with_a_typed_error(rig: ParallelRig, num
     names = [f"r{index}" for index in range(12)]  # more than can run at once, so some wait
     rig.submit(*(request(name, [7, 8, index], LONG) for index, name in enumerate(names)))
     rig.wait_tokens("r0", 3)
-    pid = rig.ranks.children[0].pid
+    pid = rig.ranks.children[0]._process.pid
     assert pid is not None
     os.kill(pid, number)
     for outcome in rig.wait(*names, timeout_s=BOUND_S):
@@ -60,7 +60,7 @@ def test_a_lost_rank_ends_every_request_with_a_typed_error(rig: ParallelRig, num
 
 
 def test_an_idle_engine_notices_a_death(rig: ParallelRig) -> None:
-    pid = rig.ranks.children[0].pid
+    pid = rig.ranks.children[0]._process.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: not rig.engine.alive, BOUND_S)

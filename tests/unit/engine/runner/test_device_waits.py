@@ -96,8 +96,6 @@ class Zeros:
 class StubAttention:
     """A TableAttention that reads its tables on the device."""
 
-    name = "stub"
-
     def captures(self, max_query_len: int) -> bool:  # noqa: ARG002
         return True
 
