@@ -23,7 +23,7 @@ class LostKV:
         self._missed: OrderedDict[str, tuple[float, int]] = OrderedDict()  # when, and pages; oldest first
 
     def drop(self, session_id: str, num_pages: int) -> None:
-        """The session's KV was dropped since no tier had room for it; only the token log remains."""
+        """The session's KV was dropped since no tier had room for it; only the session log remains."""
         self._dropped[session_id] = num_pages
         self._dropped.move_to_end(session_id)
         if len(self._dropped) > MOST_REMEMBERED:

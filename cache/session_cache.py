@@ -2,7 +2,7 @@
 
 Between turns a session's SequenceKV rests in its slot. A turn *moves* it out to the request and, at its end, back:
 it is never in two places, so it can never be counted twice. Idle slots are always demotable: to host memory while its
-budget lasts, on to disk, then to nothing but the token log.
+budget lasts, on to disk, then to nothing but the session log.
 """
 
 from __future__ import annotations
@@ -409,7 +409,7 @@ class SessionAwareCache:
         self._inner.shrink(kv, target_len)
 
     def _park(self, session_id: str, kv: SequenceKV, tokens: Tokens) -> None:
-        """Moves KV from its request to the slot. A slot without KV is dropped; the token log still has the session."""
+        """Moves KV from its request to the slot. A slot without KV is dropped; the log still has the session."""
         slot = self._slots.get(session_id)
         assert slot is not None
         assert slot.state is SlotState.LENT

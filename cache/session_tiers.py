@@ -1,4 +1,4 @@
-"""SessionTiers: moves idle sessions' KV from the device to the host, on to disk, back, or drops it (the token log
+"""SessionTiers: moves idle sessions' KV from the device to the host, on to disk, back, or drops it (the session log
 remains)."""
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class SessionTiers:
 
     def copy_done(self, key: int, *, failed: bool = False, disk_full: bool = False) -> None:
         """Takes the runner's answer to a SAVE, SPILL or LOAD. KV that a SAVE or LOAD failed to copy is computed again
-        from the token log. `disk_full`: it failed since the disk had no space left."""
+        from the session log. `disk_full`: it failed since the disk had no space left."""
         if key in self._copies:
             self._copied(self._copies.pop(key), failed=failed)
         else:
@@ -289,7 +289,7 @@ class SessionTiers:
         self._disk_pause.failed()
 
     def _lose(self, slot: SessionSlot) -> None:
-        """A copy failed: the session's KV is dropped. The token log still has the session."""
+        """A copy failed: the session's KV is dropped. The session log still has the session."""
         if slot.kv is not None:
             self._inner.release(slot.kv)
         self._drop_entry(slot)
@@ -317,7 +317,7 @@ class SessionTiers:
         return True
 
     def _give_up(self, session_id: str) -> None:
-        """Drops an idle session's KV for lack of room. The token log still has the session."""
+        """Drops an idle session's KV for lack of room. The session log still has the session."""
         slot = self._slots.get(session_id)
         assert slot is not None
         num_pages = pages_for(slot.usable_len, self._inner.page_size)

@@ -37,8 +37,8 @@ class Verdict:
 
 
 class Admission:
-    """The current pass over the queue. The scheduler calls `begin_anew` when the queue or the set of running requests
-    has changed. Admission notices changes in the cache itself."""
+    """The current pass over the queue. The scheduler says when a new pass must begin (`begin_anew`). Admission notices
+    changes in the cache itself."""
 
     def __init__(self, cache: SessionAwareCache, settings: SchedulerSettings) -> None:
         self._cache = cache

@@ -299,7 +299,7 @@ class EngineStats:
 
     `window_pages` are the accounts of the pool of sliding-window layers, if the model has any; `window_len` is in
     tokens. `kv_utilization` is what turns use and lack of the pools, as a share of them; above 1 there is not enough
-    for all. Demotions are of idle sessions: to host memory, from there to disk, or dropped to the token log.
+    for all. Demotions are of idle sessions: to host memory, from there to disk, or dropped to the session log.
     `disk_failures` counts failed writes to disk, after which the session stays in host memory, and failed reads.
     Evicted pages, of each pool, are cached ones that were dropped to make room.
     Everything from `steps` on counts since start.

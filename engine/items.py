@@ -10,7 +10,8 @@ from engine.speculative.proposers import NOTHING, NoProposer, Proposal, Proposer
 
 
 class ItemMaker:
-    """Makes items. The only thing it changes in requests is the pages that proposals need.
+    """Makes items. All that it changes in requests is their pages: it adds free ones for proposals, and for launches of
+    several steps.
 
     With `mirrors_prompts` a draft model computes its own KV of every prompt along with the target.
     """

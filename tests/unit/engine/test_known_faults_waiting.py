@@ -109,7 +109,7 @@ def nothing(_driver: Driver) -> None:
 
 
 def dropped(driver: Driver) -> None:
-    """The session's KV is dropped, so only the token log has the history."""
+    """The session's KV is dropped, so only the session log has the history."""
     driver.cache.release_session("s")
 
 
