@@ -24,7 +24,7 @@ class WindowPool:
     """
 
     def __init__(self, allocator: PageAllocator, page_size: int, window_len: int) -> None:
-        self._allocator = allocator
+        self.allocator = allocator
         self._page_size = page_size
         self._window_len = window_len
         self._holders = np.zeros(allocator.num_pages, dtype=np.int32)
@@ -34,11 +34,11 @@ class WindowPool:
 
     @property
     def num_pages(self) -> int:
-        return self._allocator.num_pages
+        return self.allocator.num_pages
 
     @property
     def num_free(self) -> int:
-        return self._allocator.num_free
+        return self.allocator.num_free
 
     @property
     def cached_pages(self) -> int:
@@ -47,10 +47,6 @@ class WindowPool:
     @property
     def protected_pages(self) -> int:
         return self._num_held
-
-    @property
-    def allocator(self) -> PageAllocator:
-        return self._allocator
 
     def pages_for_span(self, num_tokens: int) -> int:
         """The most pages that are live at once in a sequence that grows by up to `num_tokens` tokens between two
@@ -96,7 +92,7 @@ class WindowPool:
     def take(self, kv: SequenceKV, count: int) -> bool:
         """Adds `count` private pages. False, and nothing changed, if too few are free."""
         assert kv.window is not None
-        pages = self._allocator.allocate(count, kv.window.last_page, kv.holder)
+        pages = self.allocator.allocate(count, kv.window.last_page, kv.holder)
         if pages is None:
             return False
         kv.window.grow(pages)
@@ -147,11 +143,11 @@ class WindowPool:
             if index < known_page and cached != GONE:
                 self._hold(tree_pages[index : index + 1])
                 table.replace(index, cached)
-                self._allocator.free(page, kv.holder, "freed as a duplicate")
+                self.allocator.free(page, kv.holder, "freed as a duplicate")
             else:
                 tree.place_window(node, index, own)
                 self._adopt(page)
-                self._allocator.journal.note(page, "shared", kv.holder)
+                self.allocator.journal.note(page, "shared", kv.holder)
 
     def disown(self, pages: PageArray) -> int:
         """Frees pages evicted from the tree, GONE among them; returns how many. Raises BooksError if a sequence still
@@ -161,7 +157,7 @@ class WindowPool:
             raise BooksError(f"window pages {pages[self._holders[pages] > 0].tolist()} evicted while held")
         self._in_tree[pages] = False
         self._num_in_tree -= len(pages)
-        self._allocator.free(pages, operation="evicted")
+        self.allocator.free(pages, operation="evicted")
         return len(pages)
 
     def evict(self, tree: RadixTree, num_pages: int) -> int:
@@ -170,7 +166,7 @@ class WindowPool:
 
     def claims(self) -> Iterator[tuple[str, PageArray]]:
         """Free pages and the tree's, each under its account."""
-        yield "free", self._allocator.free_pages()
+        yield "free", self.allocator.free_pages()
         yield "protected", np.flatnonzero(self._in_tree & (self._holders > 0)).astype(np.int32)
         yield "cached", np.flatnonzero(self._in_tree & (self._holders == 0)).astype(np.int32)
 
@@ -200,7 +196,7 @@ class WindowPool:
         self._unhold(table.live(start, min(end, protected)))
         private = table.live(max(start, protected), end).copy()
         kv.account.window -= len(private)
-        self._allocator.free(private, kv.holder)
+        self.allocator.free(private, kv.holder)
         table.forget(start, end)
 
     def _hold(self, pages: PageArray) -> None:
