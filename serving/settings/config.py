@@ -410,7 +410,7 @@ def parse_args(values: Any) -> AppArgs:
 
 def check_file(path: str) -> list[AppArgs]:
     """Validates the args of every application in a `serve run` config file, and that none has another's sessions or
-    port."""
+    port, or Ray Serve's."""
     file = read_file(path)
     applications = [parse_args(args) for args in file.args]
     for application in applications:
@@ -427,6 +427,10 @@ def check_file(path: str) -> list[AppArgs]:
         shared = next((value for value in values if values.count(value) > 1), None)
         if shared is not None:
             raise SettingsError(f"two applications have the args.{key} {shared!r}; each needs its own")
+    if file.http_port in own["ingress.operator_port"]:
+        raise SettingsError(
+            f"args.ingress.operator_port: {file.http_port} is http_options.port, which takes everybody's calls"
+        )
     return applications
 
 

@@ -11,6 +11,7 @@ import yaml
 from serving.settings.strict_settings import SettingsError
 
 EVERYWHERE = "0.0.0.0"
+HTTP_PORT = 8000
 """Where a file of Ray Serve has it listen that does not say so."""
 
 _MERGE_TAG = "tag:yaml.org,2002:merge"
@@ -32,10 +33,11 @@ class _Loader(yaml.SafeLoader):
 
 @dataclass(frozen=True, slots=True)
 class ServeFile:
-    """The `args` of every application in a file, unchecked."""
+    """The `args` of every application in a file, unchecked. `http_port` is None if it is no number."""
 
     args: list[Any]
     http_host: str
+    http_port: int | None
 
 
 def read_file(path: str) -> ServeFile:
@@ -50,6 +52,11 @@ def read_file(path: str) -> ServeFile:
         raise SettingsError("'applications' is missing: a list with one application at least")
     if not all(isinstance(application, dict) for application in applications):
         raise SettingsError("'applications' has an entry that is no mapping of keys to values")
-    options = document.get("http_options")
-    host = options.get("host") if isinstance(options, dict) else None
-    return ServeFile([application.get("args") or {} for application in applications], str(host or EVERYWHERE))
+    found = document.get("http_options")
+    options = found if isinstance(found, dict) else {}
+    port = str(options.get("port", HTTP_PORT))
+    return ServeFile(
+        args=[application.get("args") or {} for application in applications],
+        http_host=str(options.get("host") or EVERYWHERE),
+        http_port=int(port) if port.isdecimal() else None,
+    )

@@ -48,10 +48,10 @@ def serve(
     environ = dict(os.environ)  # what the user has set, before it is changed here and by Ray
     with one_line_errors("serve"):
         check_system(sys.platform)
-        expected = _checked(config, began_s, as_json=as_json)
+        expected, taken = _checked(config, began_s, as_json=as_json)
         executables = Path(sys.executable).parent
         # Before anything imports Ray, which reads it then.
-        os.environ.update(serve_environment(environ, executables, proxy or default_proxy(environ)))
+        os.environ.update(serve_environment(environ, executables, proxy or default_proxy(environ), taken))
         check_cluster(address, environ, allow_open=allow_no_token)
         _say_when_ready(expected)
         serve_main = _serve_main()
@@ -59,17 +59,21 @@ def serve(
     serve_main(arguments, prog_name="serve")
 
 
-def _checked(config: Path, began_s: float, *, as_json: bool) -> Expected:
-    """Checks the settings as `python -m serving.settings.config` does. Raises StartError."""
+def _checked(config: Path, began_s: float, *, as_json: bool) -> tuple[Expected, set[int]]:
+    """Checks the settings as `python -m serving.settings.config` does. Also returns the ports at which calls are to be
+    taken, by Ray Serve and for operators. Raises StartError."""
     import yaml  # imported here, so that other commands start fast
 
     from serving.settings.config import check_file
+    from serving.settings.settings_file import read_file
     from serving.settings.strict_settings import SettingsError
 
     try:
         applications = check_file(str(config))
         document = yaml.safe_load(config.read_text(encoding="utf-8"))
-        return expected_of(document, applications[0], began_s, as_json=as_json)
+        ports = [read_file(str(config)).http_port, *(each.ingress.operator_port for each in applications)]
+        expected = expected_of(document, applications[0], began_s, as_json=as_json)
+        return expected, {port for port in ports if port is not None}
     except (SettingsError, StartError, OSError, yaml.YAMLError) as error:
         raise StartError(f"{config}: {error}") from error
 

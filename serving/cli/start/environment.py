@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 from pathlib import Path
 
@@ -18,7 +18,7 @@ PORTS = {
     "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
 }
-"""Ray's own defaults. If one is in use, one of the next ports is taken: no user needs to know them."""
+"""Ray's own defaults. If one is not free, the next that is takes its place: no user needs to know them."""
 PORTS_TO_TRY = 90
 """How many ports to try from each of PORTS on. None of them is another's default or used by Ray's workers."""
 
@@ -44,9 +44,12 @@ def default_proxy(environ: Mapping[str, str]) -> Proxy:
     return Proxy.HAPROXY if there and environ.get(ENABLE_HAPROXY, "1") == "1" else Proxy.RAY
 
 
-def serve_environment(environ: Mapping[str, str], executables: Path, proxy: Proxy) -> dict[str, str]:
+def serve_environment(
+    environ: Mapping[str, str], executables: Path, proxy: Proxy, taken: Collection[int] = ()
+) -> dict[str, str]:
     """The environment of `serve run`: `environ` with what Kedge needs, and with the folder `executables` first on PATH.
-    A variable of Ray Serve's that is already set is kept. Raises StartError."""
+    HAProxy gets none of the ports `taken`, at which others are going to listen. A variable of Ray Serve's that is
+    already set is kept. Raises StartError."""
     paths = [str(executables), *filter(None, [environ.get("PATH")])]
     wanted = {
         # Ray's sticky sessions use the header of this name, so it must not be Kedge's.
@@ -61,7 +64,7 @@ def serve_environment(environ: Mapping[str, str], executables: Path, proxy: Prox
             "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(LEAVING_S),
         }
-        wanted |= {name: str(_free_port(port)) for name, port in PORTS.items() if name not in environ}
+        wanted |= {name: str(_free_port(port, taken)) for name, port in PORTS.items() if name not in environ}
         wanted |= _files(own_folder(TEMPORARY))
     return wanted | dict(environ) | chosen
 
@@ -91,10 +94,12 @@ def own_folder(parent: Path) -> Path:
     return folder
 
 
-def _free_port(wanted: int) -> int:
-    """The first port from `wanted` on where nobody listens. The system is not asked for a free port: it also uses those
-    for outgoing connections, and a proxy listens only seconds later. Raises StartError."""
+def _free_port(wanted: int, taken: Collection[int]) -> int:
+    """The first port from `wanted` on that is not `taken` and where nobody listens. The system is not asked for a free
+    port: it also uses those for outgoing connections, and a proxy listens only seconds later. Raises StartError."""
     for port in range(wanted, wanted + PORTS_TO_TRY):
+        if port in taken:
+            continue
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -103,5 +108,5 @@ def _free_port(wanted: int) -> int:
                 continue
             return port
     raise StartError(
-        f"somebody listens on each of the ports {wanted} to {wanted + PORTS_TO_TRY - 1}, one of which is needed"
+        f"none of the ports {wanted} to {wanted + PORTS_TO_TRY - 1} is free, and one of them is needed"
     )

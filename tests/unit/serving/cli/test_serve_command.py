@@ -164,9 +164,22 @@ def test_a_port_that_is_taken_is_not_haproxys(kedge: Kedge) -> None:
     process's connection could have the port by the time that the proxy started."""
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        assert port < environment._free_port(port) < port + environment.PORTS_TO_TRY
+        assert port < environment._free_port(port, ()) < port + environment.PORTS_TO_TRY
     started = kedge.serve(RAY_SERVE_HAPROXY_STATS_PORT="8444")
     assert started.environment["RAY_SERVE_HAPROXY_STATS_PORT"] == "8444"
+
+
+@pytest.mark.usefixtures("haproxy")
+def test_haproxy_gets_none_of_the_files_ports(kedge: Kedge, tmp_path: Path) -> None:
+    """Nobody listens at them yet. HAProxy and the operators' port then shared one, and each had some of the calls."""
+    config = tmp_path / "cluster.yaml"
+    text = CONFIG.read_text().replace("port: 8000", "port: 8500")
+    config.write_text(text.replace("        count: 1\n", "        count: 1\n        operator_port: 8404\n"))
+    started = kedge.serve(config=config)
+    found = {name: int(started.environment[name]) for name in PORTS}
+    assert not {8500, 8404} & set(found.values()), found
+    for name, port in found.items():
+        assert PORTS[name] <= port < PORTS[name] + environment.PORTS_TO_TRY
 
 
 def test_haproxys_files_are_not_put_where_others_write(tmp_path: Path) -> None:

@@ -448,6 +448,20 @@ TWO_APPLICATIONS = """applications:
 """
 
 
+@pytest.mark.parametrize(
+    ("http_options", "port"),
+    [("", 8000), ("http_options: {host: 0.0.0.0}\n", 8000), ("http_options: {port: 8888}\n", 8888)],
+)
+def test_operators_have_another_port_than_everybody(http_options: str, port: int, tmp_path: Path) -> None:
+    """Both could listen there, and each connection went to one of the two by chance."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text(http_options + TWO_APPLICATIONS)
+    assert len(check_file(str(path))) == 2
+    path.write_text(http_options + TWO_APPLICATIONS.replace("operator_port: 82", f"operator_port: {port}"))
+    with pytest.raises(SettingsError, match=rf"args\.ingress\.operator_port: {port} is http_options\.port"):
+        check_file(str(path))
+
+
 def test_a_log_in_redis_belongs_to_the_controllers_name(tmp_path: Path) -> None:
     """Two applications with a log in Redis need no state_dir of their own, but each needs a name."""
     path = tmp_path / "cluster.yaml"
