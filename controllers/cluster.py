@@ -395,6 +395,7 @@ class Cluster:
             if moves := self._must_move(entry):
                 self._move_to(entry, taker := self._place())
                 self.watch.taken_over(entry, taker)
+                self._stats.count("unheard_owners", self._replicas.unheard(entry.replica_id))
             if self._clock() - entry.last_used_s > _TOUCH_LOG_AFTER_S:
                 # This only restarts the idle clock: while the log is away, turns still reach a known owner.
                 with suppress(StoreError), self._stats.timed("touch"):

@@ -19,12 +19,13 @@ COUNTERS = (
     "rebalanced",
     "drained",
     "moved_by_operators",
+    "unheard_owners",
     "turns_committed",
     "turns_refused",
     "commits_failed",
     "replicas_lost",
 )
-MOVES = ("transfers", "rebalanced", "drained", "moved_by_operators")
+MOVES = ("transfers", "rebalanced", "drained", "moved_by_operators", "unheard_owners")
 STORE_OPERATIONS = (
     "open",
     "fork",

@@ -178,6 +178,11 @@ class ReplicaDirectory:
         known = self._replicas.get(replica_id)
         return known is not None and known.ended
 
+    def unheard(self, replica_id: str) -> bool:
+        """True if nothing of the replica's own was heard since the directory's start, or it was forgotten since."""
+        known = self._replicas.get(replica_id)
+        return known is None or known.status is None
+
     def gone(self, replica_id: str) -> bool:
         """True if the replica counts as gone, so that its sessions should move."""
         return self.state(replica_id) is ReplicaState.GONE

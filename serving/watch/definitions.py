@@ -374,6 +374,12 @@ LEDGER = (
         "sessions",
         "Sessions that moved because an operator asked for it.",
     ),
+    counter(
+        CONTROLLER,
+        "ownership_unheard_owners",
+        "sessions",
+        "Sessions that moved because their owner was gone before the controller started, or for over an hour.",
+    ),
 )
 MEMBERS = (
     *(

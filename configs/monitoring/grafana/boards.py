@@ -271,13 +271,15 @@ SESSIONS = Board(
                 ),
                 Panel(
                     "Moved sessions",
-                    "Sessions per second that move to another replica: all, for load, drained, and by operators.",
+                    "Sessions per second that move to another replica: all, for load, drained, by operators, and those "
+                    "whose owner was gone before the controller started.",
                     "ops",
                     (
                         Query(rate("kedge_ownership_transfers_total", "@c"), "all"),
                         Query(rate("kedge_ownership_rebalanced_total", "@c"), "for load"),
                         Query(rate("kedge_ownership_drained_total", "@c"), "drained"),
                         Query(rate("kedge_ownership_moved_by_operators_total", "@c"), "by operators"),
+                        Query(rate("kedge_ownership_unheard_owners_total", "@c"), "gone before"),
                     ),
                 ),
                 quantiles(

@@ -270,6 +270,39 @@ def test_after_a_restart_owners_that_stay_away_are_replaced(world: World) -> Non
     assert world.cluster.resolve("s", False, "").replica_id == other
 
 
+def moves_and_unheard_owners(world: World) -> tuple[float, float]:
+    figures = world.cluster.stats()
+    return figures["transfers_total"], figures["unheard_owners_total"]
+
+
+@pytest.mark.parametrize("asked_early", [False, True])
+def test_sessions_of_owners_that_were_gone_before_the_start_are_told_apart(
+    world: World, asked_early: bool
+) -> None:
+    """Everything was stopped and started again. Each session's first turn then seemed to lose its replica."""
+    opened = open_session(world)
+    world.restart()
+    if asked_early:  # a front end, which knows the owner from the log, does not reach it
+        world.cluster.report_unreachable(opened.replica_id, False)
+    world.clock.advance(SILENCE_S + 1)
+    world.beat("new")
+    assert world.cluster.resolve("s", False, "").replica_id == "new"
+    assert moves_and_unheard_owners(world) == (1, 1)
+    world.beat("other")
+    world.cluster.report_unreachable("new", True)
+    assert world.cluster.resolve("s", False, "").replica_id == "other"
+    assert moves_and_unheard_owners(world) == (2, 1)
+
+
+def test_an_owner_that_was_heard_after_the_start_is_lost_when_it_goes(world: World) -> None:
+    opened = open_session(world)
+    world.restart()
+    world.beat("a", "b")
+    world.cluster.report_unreachable(opened.replica_id, True)
+    world.cluster.resolve("s", False, "")
+    assert moves_and_unheard_owners(world) == (1, 0)
+
+
 def test_close(world: World) -> None:
     opened = open_session(world)
     with pytest.raises(StaleEpoch):
