@@ -1,12 +1,14 @@
-"""`redis+sentinel://` addresses: which Sentinels to ask, and for the master of which service."""
+"""Addresses of Redis. `redis+sentinel://` says which Sentinels to ask, and for the master of which service."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 SENTINEL_SCHEME = "redis+sentinel"
 SENTINEL_PORT = 26379
+SERVER_SCHEMES = ("redis", "rediss")
+SERVER_FORM = "redis://host:port/db, where port and db are numbers"
 FORM = f"{SENTINEL_SCHEME}://host:port,host:port/service or {SENTINEL_SCHEME}://user@host:port/service/db"
 
 
@@ -18,6 +20,19 @@ class SentinelAddress:
     service: str
     db: int = 0
     username: str | None = None
+
+
+def check_redis_url(url: str) -> None:
+    """Raises a ValueError that says what was expected if no Redis and no Sentinels can have this address. redis-py
+    itself takes database 0 where it finds no number."""
+    if sentinel_address(url) is not None:
+        return
+    parts = urlsplit(url)
+    numbers = parse_qs(parts.query, keep_blank_values=True).get("db", [])
+    if parts.scheme in SERVER_SCHEMES and (db := parts.path.strip("/")):
+        numbers.append(db)
+    if not (_has_a_good_port(parts) and all(number.isdecimal() for number in numbers)):
+        raise ValueError(f"{url!r} is not of the form {SERVER_FORM}")
 
 
 def sentinel_address(url: str) -> SentinelAddress | None:
@@ -35,6 +50,13 @@ def sentinel_address(url: str) -> SentinelAddress | None:
         int(db or 0),
         unquote(user) or None,
     )
+
+
+def _has_a_good_port(parts: SplitResult) -> bool:
+    try:
+        return parts.port != 0
+    except ValueError:
+        return False
 
 
 def _host_and_port(text: str, url: str) -> tuple[str, int]:

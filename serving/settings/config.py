@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import yaml
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
-from controllers.redis_url import sentinel_address
+from controllers.redis_url import check_redis_url
 from controllers.settings import (
     REDIS_PASSWORD,
     ClusterSettings,
@@ -33,6 +33,7 @@ from serving.settings.replica_args import ReplicaArgs
 from serving.settings.settings_file import read_file
 from serving.settings.settings_paths import resolve_path, state_path
 from serving.settings.strict_settings import (
+    Interval,
     NotEmpty,
     PositiveInt,
     Seconds,
@@ -58,8 +59,6 @@ MOST_WAIT_MS = 900
 MOST_SHARDS = 64
 STATE_DIR = "controller.state_dir"
 
-SHORTEST_HEARTBEAT_INTERVAL_S = 0.1
-"""More heartbeats keep the controller, and a replica's event loop, from what they are for."""
 HEARTBEATS_PER_TIMEOUT = 3
 """One that is late, or lost, does not make a replica dead."""
 
@@ -78,7 +77,7 @@ class IngressArgs(StrictModel):
     max_ongoing_requests: PositiveInt = 4096
     max_background_responses: PositiveInt = 256
     failover_timeout_s: Seconds = 30.0
-    keep_alive_s: Seconds = 5.0
+    keep_alive_s: Interval = 5.0
     max_websockets: Annotated[PositiveInt, Field(validate_default=True)] = 1024
     graceful_shutdown_timeout_s: Seconds = 60.0
     allowed_hosts: tuple[HostName, ...] = Field(default=(), strict=False)
@@ -159,7 +158,7 @@ class SessionArgs(StrictModel):
 
     idle_timeout_s: Seconds = 3600.0
     max_timeout_s: Annotated[Seconds, Field(validate_default=True)] = 7 * 24 * 3600.0
-    sweep_interval_s: Seconds = 1.0
+    sweep_interval_s: Interval = 1.0
     unnamed: UnnamedSessionArgs = UnnamedSessionArgs()
 
     @field_validator("unnamed")
@@ -199,6 +198,13 @@ class RebalancingArgs(StrictModel):
     min_gap: Annotated[float, Field(ge=2)] = REBALANCING.min_gap
     tokens_per_s: Annotated[float, Field(gt=0)] = REBALANCING.tokens_per_s
 
+    @field_validator("min_gap")
+    @classmethod
+    def _of_rebalancing(cls, min_gap: float, info: ValidationInfo) -> float:
+        if min_gap != REBALANCING.min_gap and not info.data.get("enabled", True):
+            raise ValueError("is for sessions that leave a busy replica, and enabled is false")
+        return min_gap
+
     def settings(self) -> RebalancingSettings | None:
         return RebalancingSettings(self.min_gap, self.tokens_per_s) if self.enabled else None
 
@@ -220,7 +226,7 @@ class ControllerArgs(StrictModel):
     redis_wait_replicas: Annotated[int, Field(ge=0)] = 0
     redis_wait_ms: Annotated[int, Field(ge=1, le=MOST_WAIT_MS)] = WAIT_MS
     encrypted: bool = False
-    heartbeat_interval_s: Annotated[float, Field(ge=SHORTEST_HEARTBEAT_INTERVAL_S)] = 1.0
+    heartbeat_interval_s: Interval = 1.0
     replica_timeout_s: Annotated[Seconds, Field(validate_default=True)] = 10.0
     commit_patience_s: Seconds = 60.0
     max_sessions: PositiveInt = 100_000
@@ -238,7 +244,7 @@ class ControllerArgs(StrictModel):
             )
         if info.data.get("full_sync"):
             raise ValueError("full_sync is for the log in state_dir; Redis has its own appendfsync")
-        sentinel_address(redis_url)
+        check_redis_url(redis_url)
         return redis_url
 
     @field_validator("redis_wait_replicas")
@@ -300,7 +306,7 @@ class MetricsArgs(StrictModel):
 
     cluster_name: NotEmpty = "kedge"
     ray_llm_names: Literal["none", "vllm", "sglang"] = "none"
-    audit_interval_s: Seconds | None = 60.0
+    audit_interval_s: Interval | None = 60.0
     tenant_names: bool = False
 
 

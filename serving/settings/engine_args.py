@@ -40,6 +40,10 @@ def _yaml_off(value: Any) -> Any:
     return "off" if value is False else value
 
 
+def _model_id(name: str | None, path: str) -> str:
+    return name or Path(path).name
+
+
 class ModelArgs(StrictModel):
     """Which model. `path`: a local Hugging Face directory (relative to the project) or a hub id, `revision`: a commit,
     tag or branch there. `tool_calls` is the format of its function calls, `reasoning` that of its thoughts; `auto` is
@@ -85,15 +89,18 @@ class ModelArgs(StrictModel):
 
     @field_validator("aliases")
     @classmethod
-    def _each_once(cls, aliases: list[str]) -> list[str]:
+    def _each_once(cls, aliases: list[str], info: ValidationInfo) -> list[str]:
         if twice := {alias for alias in aliases if aliases.count(alias) > 1}:
             raise ValueError(f"{min(twice)!r} is there twice")
+        if (own := _model_id(info.data.get("name"), info.data.get("path", ""))) in aliases:
+            raise ValueError(f"{own!r} is the model's own name")
         return aliases
 
     @field_validator("adapters")
     @classmethod
     def _are_adapters(cls, adapters: dict[str, str], info: ValidationInfo) -> dict[str, str]:
-        taken = {info.data.get("name") or Path(info.data.get("path", "")).name, *info.data.get("aliases", ())}
+        own = _model_id(info.data.get("name"), info.data.get("path", ""))
+        taken = {own, *info.data.get("aliases", ())}
         for name, path in adapters.items():
             if name in taken:
                 raise ValueError(f"{name!r} is a name of the model itself")
@@ -109,7 +116,7 @@ class ModelArgs(StrictModel):
 
     @property
     def model_id(self) -> str:
-        return self.name or Path(self.path).name
+        return _model_id(self.name, self.path)
 
     def settings(self) -> ModelSettings:
         return ModelSettings(
@@ -148,6 +155,13 @@ class CacheArgs(StrictModel):
     disk_path: Annotated[str | None, Field(min_length=1, validate_default=True)] = None
     disk_encrypted: bool = False
     books: Annotated[BooksCheck, BeforeValidator(_yaml_off)] = "balance"
+
+    @field_validator("size_mib")
+    @classmethod
+    def _in_place_of_pages(cls, size_mib: int | None, info: ValidationInfo) -> int | None:
+        if size_mib is not None and info.data.get("num_pages") is not None:
+            raise ValueError("give a size_mib or num_pages, not both")
+        return size_mib
 
     @field_validator("host_share")
     @classmethod

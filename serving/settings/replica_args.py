@@ -58,6 +58,13 @@ class ReplicaArgs(StrictModel):
             raise ValueError("count and autoscaling exclude each other: leave one of them out")
         return values
 
+    @field_validator("num_gpus")
+    @classmethod
+    def _whole_above_one(cls, num_gpus: float) -> float:
+        if num_gpus > 1 and not num_gpus.is_integer():
+            raise ValueError(f"{num_gpus:g} is no whole number: Ray shares out parts of one GPU only")
+        return num_gpus
+
     @property
     def surge_percent(self) -> int:
         """New replicas beside the old ones in a rolling update. Unless it is set, all, but none where that takes GPUs:

@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 PositiveInt = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+Interval = Annotated[float, Field(ge=0.1)]
+"""Seconds from one time that a process does something by itself to the next. If they are fewer, it does little else."""
 NotEmpty = Annotated[str, Field(min_length=1)]
 NAME_PATTERN = r"^[!-~]+$"
 """Names that clients give: visible ASCII, so that they can travel in a header."""

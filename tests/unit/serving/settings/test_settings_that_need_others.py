@@ -12,6 +12,8 @@ USELESS = [
     ("cache", {"disk_path": "kv"}, "disk_mib is 0"),
     ("cache", {"disk_mib": 0, "disk_path": "kv"}, "disk_mib is 0"),
     ("cache", {"disk_encrypted": True}, "disk_mib is 0"),
+    ("cache", {"num_pages": 10, "size_mib": 10}, "not both"),
+    ("rebalancing", {"enabled": False, "min_gap": 9.0}, "enabled is false"),
     ("speculation", {"draft_model": MODEL}, "is for method 'draft', not 'off'"),
     ("speculation", {"method": "ngram", "draft_model": MODEL}, "is for method 'draft', not 'ngram'"),
     ("controller", {"redis_wait_ms": 500}, "redis_wait_replicas"),
@@ -49,7 +51,12 @@ def test_settings_that_do_something_are_taken() -> None:
             "tracing": {"endpoint": "http://localhost:4318", "record_content": True},
             "ingress": {"operator_port": 8001, "operator_host": "0.0.0.0", "max_websockets": 4095},
             "sessions": {"unnamed": {"enabled": False, "affinity": {"user": True}}},
-            "replicas": {"step_timeout_s": 1},
+            "replicas": {"step_timeout_s": 1, "num_gpus": 0.5},
+            "rebalancing": {
+                "enabled": False,
+                "tokens_per_s": 9000.0,
+            },  # the pace at which draining replicas hand over
+            "metrics": {"audit_interval_s": 0.1},
         }
     )
 
