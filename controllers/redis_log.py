@@ -37,20 +37,28 @@ _FORGETFUL = "allkeys-"
 _OPEN = """
 -- KEYS: layout, writer (of the former layout), writers, alive. ARGV: layout, former layout, cluster, nonce, seconds.
 local layout = redis.call('GET', KEYS[1])
-if layout == ARGV[2] then
-    redis.call('DEL', KEYS[2])  -- its writer knows nothing of claims: it may write no more
-    layout = false
-end
-if not layout then
-    redis.call('SET', KEYS[1], ARGV[1])
-elseif layout ~= ARGV[1] then
-    return {0, layout}
-end
+if layout and layout ~= ARGV[1] and layout ~= ARGV[2] then return {0, layout} end
+-- The former layout's writer knows nothing of claims: it may write no more. Redis, if it is full, runs what comes after
+-- a write that takes no memory.
+if layout then redis.call('DEL', KEYS[2]) end
+redis.call('SET', KEYS[1], ARGV[1])
 local former = redis.call('HGET', KEYS[3], ARGV[3]) or '0'
 local number = tonumber(string.match(former, '^%d+')) + 1
 redis.call('HSET', KEYS[3], ARGV[3], number .. ':' .. ARGV[4])
 redis.call('SET', KEYS[4], 1, 'EX', ARGV[5])
 return {number, layout}
+"""
+
+_READ = """
+-- ARGV: of each command how many words, and the words. Their answers.
+local answers = {}
+local at = 1
+while at <= #ARGV do
+    local size = tonumber(ARGV[at])
+    answers[#answers + 1] = redis.call(unpack(ARGV, at + 1, at + size))
+    at = at + size + 1
+end
+return answers
 """
 
 _CHANGE = """
@@ -139,17 +147,25 @@ class RedisLog:
             pipeline = self._redis.pipeline(transaction=len(commands) > 1)
             for command in commands:
                 pipeline.execute_command(*command)
-            return list(pipeline.execute())
+            try:
+                return list(pipeline.execute())
+            except redis.exceptions.OutOfMemoryError:
+                return self._read_though_full(commands)
 
-    def change(self, commands: Sequence[Command], guards: Guards | None = None) -> bool:
+    def change(
+        self, commands: Sequence[Command], guards: Guards | None = None, *, though_full: bool = False
+    ) -> bool:
         """Runs all of the commands at once, in one round trip. Returns False, and runs none, if a guard does not hold
-        any more.
+        any more. A change that takes hardly any memory is made `though_full`: others are refused by a Redis that has
+        reached its maxmemory.
 
         When a change whose answer was lost is repeated, its guards fail although the change was made. Raises StoreError
         if another controller of this cluster has taken the log over. Also raises StoreError if too few replicas of
         Redis have the change in time: it is then made, but may be lost with the master.
         """
-        (made,) = self.change_each([(commands, guards or {})])
+        # Redis refuses a script at its first write only, and never this one, which takes no memory.
+        first: list[Command] = [("EXPIRE", self.alive_key(self.cluster), ALIVE_S)] if though_full else []
+        (made,) = self.change_each([([*first, *commands], guards or {})])
         return made
 
     def change_each(self, changes: Sequence[tuple[Sequence[Command], Guards]]) -> list[bool]:
@@ -172,7 +188,7 @@ class RedisLog:
         """Makes sure that as many replicas of Redis as the settings say have all of the log, or raises StoreError. It
         is for a change that an earlier try has already made: that try may have failed for lack of replicas."""
         if self._settings.wait_replicas:
-            self.change([("SET", self.alive_key(self.cluster), 1, "EX", ALIVE_S)])
+            self.change([("SET", self.alive_key(self.cluster), 1, "EX", ALIVE_S)], though_full=True)
 
     def close(self) -> None:
         self._redis.close()
@@ -194,7 +210,7 @@ class RedisLog:
                 raise self.error(
                     f"with maxmemory-policy {policy} Redis may drop sessions; noeviction keeps them"
                 )
-            self._check_shards()
+            found = self._check_shards()
             keys = [self.key("layout"), self.key("writer"), self.key("writers"), self.alive_key(self.cluster)]
             words: list[Word] = [LAYOUT, READABLE[0], self.cluster, self._nonce, ALIVE_S]
             number, layout = self._run(_OPEN, keys, words)
@@ -202,18 +218,30 @@ class RedisLog:
                 raise self.error(
                     f"it has layout {layout!r}; this version of Kedge reads layouts up to {LAYOUT.decode()}"
                 )
-            if self._settings.shards > 1:
+            if self._settings.shards > 1 and not found:
                 self._redis.set(self._settings.common_prefix + "shards", self._settings.shards, nx=True)
             return int(number)
 
-    def _check_shards(self) -> None:
-        """Raises StoreError if a log of this name has another number of shards: sessions would not be found where they
-        are."""
+    def _check_shards(self) -> bool:
+        """Whether the log says how many shards there are. Raises StoreError if a log of this name has another number of
+        them: sessions would not be found where they are."""
         num_shards, common = self._settings.shards, self._settings.common_prefix
         found = self._redis.get(common + "shards")
         if found is None and not self._redis.exists(common + "layout"):
-            return
+            return False
         check_shards(int(found or 1), num_shards, f"{self._settings.name} in Redis")
+        return found is not None
+
+    def _read_though_full(self, commands: Sequence[Command]) -> list[Any]:
+        """A Redis that is full takes no MULTI, even of reads, but a script that writes nothing."""
+        words: list[Word] = []
+        for command in commands:
+            words += [len(command), *command]
+        answers = self._redis.eval(_READ, 0, *words)
+        return [
+            dict(zip(answer[::2], answer[1::2], strict=True)) if command[0] == "HGETALL" else answer
+            for command, answer in zip(commands, answers, strict=True)
+        ]
 
     def _run(self, script: str, keys: Sequence[str], words: Sequence[Word]) -> Any:
         """Runs a script and returns its answer once enough replicas have what it wrote. The whole script is sent only

@@ -174,7 +174,7 @@ class RedisSessionStore:
             if session.writer:
                 taken = self._log.key("taken", session.writer)
                 commands += [("HSET", taken, session_id, entry.epoch), ("EXPIRE", taken, TAKEN_KEPT_S)]
-            if self._log.change(commands, {self._key(session_id): text}):
+            if self._log.change(commands, {self._key(session_id): text}, though_full=True):
                 return entry
         raise self._busy(session_id)
 
@@ -193,7 +193,7 @@ class RedisSessionStore:
             ("HDEL", taken_key, *known[at : at + FIELDS_AT_ONCE])
             for at in range(0, len(known), FIELDS_AT_ONCE)
         ]
-        self._log.change(commands)
+        self._log.change(commands, though_full=True)
         abandoned = self._abandoned([member.decode() for member in members])
         self._cursor = int(cursor)
         return LogChanges(tuple((key.decode(), int(epoch)) for key, epoch in taken.items()), abandoned)
@@ -234,7 +234,8 @@ class RedisSessionStore:
                 self._notes.closed(session_id),
                 *gone,
             ]
-            if self._log.change(commands, {**guards, self._key(session_id): found, floor_key: floor}):
+            guards = {**guards, self._key(session_id): found, floor_key: floor}
+            if self._log.change(commands, guards, though_full=True):
                 return True
         raise self._busy(session_id)
 
@@ -296,7 +297,7 @@ class RedisSessionStore:
             commands, guards = changed(session)
             if not commands:
                 return self._log.confirm()
-            if self._log.change(commands, {**guards, self._key(session_id): text}):
+            if self._log.change(commands, {**guards, self._key(session_id): text}, though_full=True):
                 return None
         raise self._busy(session_id)
 
@@ -335,12 +336,12 @@ class RedisSessionStore:
             entry = replace(LedgerEntry.of(record, self._clock()), tokens=tokens)
             session = StoredSession(entry, record.tools, model=record.model, writer=self._log.cluster)
             added = self._text(session)
-            change = [
+            change: list[Command] = [
+                ("SET", key, added),  # first, so that a Redis that is full refuses it
+                ("SADD", self._log.key("sessions"), session_id),
                 self._histories.opened(session_id),
                 self._notes.opened(session_id),
                 *commands,
-                ("SET", key, added),
-                ("SADD", self._log.key("sessions"), session_id),
             ]
             if self._log.change(change, {**guards, key: None, floor_key: floor}):
                 return record, entry

@@ -65,6 +65,15 @@ def test_kubernetes_knows_every_field_of_redis() -> None:
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
 
+def test_redis_refuses_changes_before_kubernetes_kills_it() -> None:
+    """Without maxmemory, noeviction did nothing. Half of the limit is for the fork of a rewrite of its file."""
+    _, statefulset = yaml.safe_load_all((FOLDER / "redis.yaml").read_text())
+    (container,) = statefulset["spec"]["template"]["spec"]["containers"]
+    arguments = container["args"][0].split()
+    most_gib = int(arguments[arguments.index("--maxmemory") + 1].removesuffix("gb"))
+    assert 2 * most_gib <= int(container["resources"]["limits"]["memory"].removesuffix("Gi"))
+
+
 def _misspelled(path: str) -> Callable[[Json], None]:
     def misspell(service: Json) -> None:
         at: Any = service["spec"]
