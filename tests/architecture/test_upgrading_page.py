@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
+from pathlib import Path
 
+import pytest
 from source_tree import ROOT
 
 from controllers import redis_log, sqlite_schema
+from controllers.settings import SqliteLogSettings
 from controllers.wire_record import WIRE_VERSION
 
 PAGE = (ROOT / "docs" / "upgrading.md").read_text()
@@ -34,3 +38,21 @@ def test_the_newest_row_is_this_version() -> None:
 def test_every_layout_is_explained() -> None:
     explained = re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)
     assert [int(layout) for layout in explained] == list(sqlite_schema._READABLE)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 64])
+def test_a_copy_of_the_log_has_the_files_of_all_shards(shards: int, tmp_path: Path) -> None:
+    """The page copied `sessions.sqlite3`, which is not there with several shards."""
+    folder = tmp_path / ".kedge"
+    folder.mkdir()
+    files = [
+        Path(SqliteLogSettings(str(folder / "sessions.sqlite3"), shards=shards, shard=shard).file)
+        for shard in range(shards)
+    ]
+    for file in (*files, *(file.with_name(f"{file.name}-wal") for file in files)):
+        file.touch()
+    section = PAGE.partition("\n## A copy of the log\n")[2]
+    commands = re.findall(r"^\$ (.*)", section, re.MULTILINE)
+    subprocess.run(["bash", "-ec", "\n".join(commands)], cwd=tmp_path, check=True)
+    (copy,) = set(tmp_path.iterdir()) - {folder}
+    assert {file.name for file in copy.iterdir()} == {file.name for file in folder.iterdir()}
