@@ -199,7 +199,7 @@ def _args(settings: tuple[tuple[str, object], ...]) -> AppArgs:
             "ingress": {"count": values["ingresses"]},
             "controller": {"heartbeat_interval_s": 2.0},
             "sessions": {"sweep_interval_s": 3.0},
-            "rebalancing": {"enabled": values["rebalancing"], "min_gap": 2.0},
+            "rebalancing": {"min_gap": 2.0} if values["rebalancing"] else {"enabled": False},
         }
     )
 
