@@ -122,7 +122,9 @@ def test_a_replica_and_an_ingress_fit_on_each_worker(service: Json, args: AppArg
     scaling = args.replicas.autoscaling
     assert scaling is not None
     assert scaling.min_replicas <= group["minReplicas"], "no pod is waited for at start"
-    assert scaling.max_replicas < group["maxReplicas"], "each has a pod to go to, and in a redeploy one more has"
+    assert scaling.max_replicas < group["maxReplicas"], (
+        "each has a pod to go to, and in a redeploy one more has"
+    )
     memory_gib = int(container["resources"]["limits"]["memory"].removesuffix("Gi"))
     assert args.cache.size_mib is not None
     assert args.cache.host_mib is not None
