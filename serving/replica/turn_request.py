@@ -28,6 +28,7 @@ from engine.api import (
 from serving.grammars.constraints import ConstraintCompiler
 from serving.grammars.strict_calls import StrictCallsConstraint
 from serving.replica.prompt_places import PlacedPrompt, PromptPlacer
+from serving.replica.request_digest import request_digest
 from serving.text.reasoning.formats import OPENER_TOKENS
 from serving.text.text import OutputText, TextProcessor
 from serving.wire.turns import (
@@ -177,7 +178,7 @@ class RequestBuilder:
 
     async def digest(self, call: TurnCall) -> str:
         """A digest that tells apart different requests with the same idempotency key. Raises EngineOverloaded."""
-        return await self._of_prompt(call.prompt, partial(_digest, call))
+        return await self._of_prompt(call.prompt, partial(request_digest, call))
 
     async def tools(self, call: TurnCall) -> str | None:
         """A digest of the call's tools that does not depend on their order. None if the call names none. Raises
@@ -260,24 +261,6 @@ def _is_long(prompt: Prompt) -> bool:
         elif isinstance(value, Mapping):
             rest.extend(islice(value.items(), LONG_PROMPT // VALUE_WEIGHT))
     return room < 0
-
-
-def _digest(call: TurnCall) -> str:
-    shown = (call.stop, call.trim_stop, call.skip_special_tokens, call.shown_tokens, call.logprobs)
-    rewind_to = None if call.session is None else call.session.rewind_to
-    asked = (
-        call.prompt,
-        rewind_to,
-        call.sampling,
-        call.seed,
-        call.max_new_tokens,
-        call.constraint,
-        call.bad_words,
-        *shown,
-        *(() if call.strict_calls is None else (call.strict_calls,)),
-        *(("adapter", call.adapter) if call.adapter else ()),
-    )
-    return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _tools_digest(tools: Sequence[Mapping[str, Any]]) -> str:
