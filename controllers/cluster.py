@@ -109,9 +109,10 @@ class Cluster:
         )
 
     def tick(self) -> None:
-        """Tells the clock that calls can run, so that no replica counts as silent while none could. Also removes
-        deleted data from the log's files."""
+        """Tells the clock that calls can run, so that no replica counts as silent while none could. Also counts
+        lost replicas, and removes deleted data from the log's files."""
         self._attended.tick()
+        self._stats.count("replicas_lost", self._replicas.newly_lost())
         self.watch.look()
         with suppress(StoreError):  # the next tick tries again
             self._store.purge()

@@ -32,7 +32,6 @@ def session_figures(ledger: OwnershipLedger, replicas: ReplicaDirectory) -> dict
 
 def measures(ledger: OwnershipLedger, replicas: ReplicaDirectory, stats: ClusterStats) -> Iterator[Measure]:
     """All measures of the controller. O(replicas), not O(sessions)."""
-    stats.count("replicas_lost", replicas.newly_lost())
     for name, value in session_figures(ledger, replicas).items():
         yield Measure(f"controller_{name}", value)
     for status in replicas.present():

@@ -108,7 +108,6 @@ class SessionEnds:
         for replica_id in self._reports.replicas():
             if self._replicas.gone(replica_id):
                 self._reports.forget(replica_id)
-        self._stats.count("replicas_lost", self._replicas.newly_lost())
         self._replicas.forget_silent(_FORGET_REPLICA_AFTER_S)
 
     def _end(self, idle: Iterable[str]) -> list[str]:

@@ -57,6 +57,7 @@ async def test_a_step_that_hangs_takes_the_replica_out_of_use(tmp_path: Path) ->
         assert "hangs" in watch.fault
         await watch.look()
         await rig.host.farewell()
+        rig.controller.cluster.tick()
         lost = [m.value for m in rig.controller.cluster.measures() if m.name == "controller_replicas_lost"]
         assert lost == [1.0], "it said farewell, and is a loss nevertheless"
         async with asyncio.timeout(WAIT_S):
