@@ -10,14 +10,14 @@ MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 60.0
 
 
-def admit_session(sessions: int, max_sessions: int, next_expiry_s: float | None = None) -> None:
-    """Allows one more session. `next_expiry_s`: seconds until an idle session expires (None: none will).
+def admit_session(sessions: int, max_sessions: int, expires_in_s: float | None = None) -> None:
+    """Allows one more session. `expires_in_s`: seconds until an idle session expires (None: none will).
 
     Raises Overloaded with an estimate of when there will be room.
     """
     if sessions < max_sessions:
         return
-    wait_s = MAX_RETRY_AFTER_S if next_expiry_s is None else next_expiry_s
+    wait_s = MAX_RETRY_AFTER_S if expires_in_s is None else expires_in_s
     raise Overloaded(f"{sessions} sessions are open, the limit", retry_after_s=_bounded(wait_s))
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from controllers.attended_clock import AttendedClock
-from controllers.cluster_measures import measures, session_figures
+from controllers.cluster_measures import measures
 from controllers.cluster_stats import ClusterStats
 from controllers.cluster_watch import ClusterWatch
 from controllers.commits import Commits
@@ -177,7 +177,7 @@ class Cluster:
         """Notes a replica's farewell. Returns how many sessions it still owns: they move when they are next used."""
         drained_s = self._replicas.deregister(replica_id)
         if drained_s is not None:
-            self._stats.drained(drained_s)
+            self._stats.replica_left(drained_s)
         self.watch.look("it has said farewell")
         self._reports.forget(replica_id)
         return self._ledger.count_of(replica_id)
@@ -371,13 +371,8 @@ class Cluster:
             for status in self._replicas.present()
         ]
 
-    def stats(self) -> dict[str, float]:
-        """Figures for metrics. `*_total` only grow until the controller restarts; the others are gauges."""
-        return session_figures(self._ledger, self._replicas) | self._stats.figures()
-
     def measures(self, commits_queued: int = 0) -> list[Measure]:
-        """The same figures with labels and buckets. `commits_queued`: how many turns wait for their group of
-        commits."""
+        """Figures for metrics. `commits_queued`: how many turns wait for their group of commits."""
         queued = Measure("controller_commits_queued", float(commits_queued))
         return [*measures(self._ledger, self._replicas, self._stats), queued]
 

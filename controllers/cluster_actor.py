@@ -226,9 +226,6 @@ class ClusterController:
     async def replicas(self, all_heard: bool = False) -> list[ReplicaStatus]:
         return self._cluster.replicas(all_heard)
 
-    async def stats(self) -> dict[str, float]:
-        return self._cluster.stats()
-
     async def measures(self) -> list[Measure]:
         return self._cluster.measures(self._commits.num_waiting)
 

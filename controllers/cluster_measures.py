@@ -11,7 +11,7 @@ from controllers.records import ReplicaStatus
 from controllers.replicas import ReplicaDirectory, ReplicaState
 
 
-def session_figures(ledger: OwnershipLedger, replicas: ReplicaDirectory) -> dict[str, float]:
+def _session_figures(ledger: OwnershipLedger, replicas: ReplicaDirectory) -> dict[str, float]:
     """Gauges of sessions and replicas, without labels."""
     present = [status.replica_id for status in replicas.present()]
     owned = sum(map(ledger.count_of, present))
@@ -32,7 +32,7 @@ def session_figures(ledger: OwnershipLedger, replicas: ReplicaDirectory) -> dict
 
 def measures(ledger: OwnershipLedger, replicas: ReplicaDirectory, stats: ClusterStats) -> Iterator[Measure]:
     """All measures of the controller. O(replicas), not O(sessions)."""
-    for name, value in session_figures(ledger, replicas).items():
+    for name, value in _session_figures(ledger, replicas).items():
         yield Measure(f"controller_{name}", value)
     for status in replicas.present():
         label = ("replica", status.replica_id)

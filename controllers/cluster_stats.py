@@ -62,7 +62,7 @@ class ClusterStats:
     def group_written(self, num_turns: int) -> None:
         self._groups.observe(num_turns)
 
-    def drained(self, after_s: float) -> None:
+    def replica_left(self, after_s: float) -> None:
         """Notes that a draining replica has said farewell, `after_s` after its drain began."""
         self._drains_s.observe(after_s)
 
@@ -80,15 +80,6 @@ class ClusterStats:
 
     def store_failed(self, operation: str) -> None:
         self._failed[operation] += 1
-
-    def figures(self) -> dict[str, float]:
-        """Figures by name: `<counter>_total`, and for each store operation `store_<operation>_total` and
-        `store_<operation>_seconds_total`."""
-        figures = {f"{name}_total": float(value) for name, value in self._counts.items()}
-        for operation, took_s in self._took_s.items():
-            figures[f"store_{operation}_total"] = float(took_s.count)
-            figures[f"store_{operation}_seconds_total"] = took_s.total
-        return figures
 
     def measures(self) -> Iterator[Measure]:
         """The counters, and the figures by store operation or in buckets."""

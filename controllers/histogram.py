@@ -34,9 +34,5 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self.total += value
 
-    @property
-    def count(self) -> int:
-        return sum(self._counts)
-
     def measure(self, name: str, *labels: tuple[str, str]) -> Measure:
         return Measure(name, self.total, labels, tuple(self._counts))

@@ -15,8 +15,6 @@ from itertools import chain, islice
 from controllers.histogram import Measure
 from controllers.records import ClusterEvent, ClusterView, LedgerEntry, ReplicaStatus
 
-_ABOUT_REPLICAS = "replicas_"
-"""What the names of figures about replicas begin with. Of these the largest is told."""
 _BETWEEN = " "
 
 
@@ -37,14 +35,6 @@ def joined_replicas(lists: Iterable[Sequence[ReplicaStatus]]) -> list[ReplicaSta
             draining=first.draining or status.draining,
         )
     return list(joined.values())
-
-
-def joined_stats(figures: Sequence[dict[str, float]]) -> dict[str, float]:
-    joined: dict[str, float] = {}
-    for name, value in chain.from_iterable(each.items() for each in figures):
-        other = joined.get(name, 0.0)
-        joined[name] = max(other, value) if name.startswith(_ABOUT_REPLICAS) else other + value
-    return joined
 
 
 def joined_measures(measures: Sequence[Sequence[Measure]]) -> list[Measure]:

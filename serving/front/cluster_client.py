@@ -288,7 +288,6 @@ class ClusterClient:
             "settings": self._settings,
             "replicas": await self._replicas.broadcast(Describe(), FIGURES_TIMEOUT_S),
             "ingresses": await self._siblings.ask("describe"),
-            "controller": await self._controller_stats(),
         }
 
     async def metrics_text(self) -> str:
@@ -343,13 +342,6 @@ class ClusterClient:
                 return await self._controller.measures()
         except (ControllerError, TimeoutError):
             return None
-
-    async def _controller_stats(self) -> dict[str, float]:
-        try:
-            async with asyncio.timeout(FIGURES_TIMEOUT_S):
-                return await self._controller.stats()
-        except (ControllerError, TimeoutError):
-            return {}
 
     async def _close(self, key: str) -> bool:
         """Closes the session at its owner: then nothing of the session is left there, and its turn ends. If there is no

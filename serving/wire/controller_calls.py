@@ -23,7 +23,6 @@ from controllers.joined_answers import (
     joined_measures,
     joined_page,
     joined_replicas,
-    joined_stats,
     joined_view,
 )
 from controllers.records import (
@@ -190,9 +189,6 @@ class ControllerCalls:
     async def replicas(self, all_heard: bool = False) -> list[ReplicaStatus]:
         """The replicas that any shard knows that answers soon: all hear of the same ones."""
         return joined_replicas(await self._soon(lambda shard: shard.replicas(all_heard)))
-
-    async def stats(self) -> dict[str, float]:
-        return joined_stats(await self._all(lambda shard: shard.stats()))
 
     async def measures(self) -> list[Measure]:
         return joined_measures(await self._all(lambda shard: shard.measures()))

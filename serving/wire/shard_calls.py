@@ -108,7 +108,6 @@ class ShardCalls:
     sessions = _called(ClusterController.sessions)
     session = _called(ClusterController.session)
     replicas = _called(ClusterController.replicas)
-    stats = _called(ClusterController.stats)
     measures = _called(ClusterController.measures)
     view = _called(ClusterController.view)
     _announce = _called(ClusterController.announce)

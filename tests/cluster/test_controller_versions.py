@@ -134,7 +134,7 @@ def test_a_controller_of_version_1_hears_of_the_deployment_and_is_replaced(
             for _ in range(2)
         )
         await asyncio.gather(
-            front_end.sessions(None, None, 1), replica.announce(), replica.stats(), replica.stats()
+            front_end.sessions(None, None, 1), replica.announce(), replica.measures(), replica.measures()
         )
         await replica.register_replica(ReplicaStatus("a", 1000, 1000))
         return await front_end.replicas()

@@ -17,6 +17,7 @@ from controllers.records import ForkOrder, ReplicaStatus, TurnRecord
 from controllers.settings import ClusterSettings, SqliteLogSettings
 from controllers.sqlite_store import SqliteSessionStore
 from controllers.tokens import encode_tokens, unpack_tokens
+from tests.unit.controllers.measured import measured
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ async def test_turns_that_come_together_are_one_transaction(
     assert (counts["BEGIN"], counts["COMMIT"], counts["ROLLBACK"]) == (1, 1, 0)
     assert sum(counts.values()) <= 12 * count + 2, counts
     assert [entry.turns for entry in await controller.sessions()] == [1] * count
-    assert (await controller.stats())["turns_committed_total"] == count
+    assert measured(controller._cluster, "controller_turns_committed") == count
 
 
 async def test_one_bad_turn_does_not_spoil_the_others(controller: ClusterController) -> None:
@@ -98,8 +99,8 @@ async def test_one_bad_turn_does_not_spoil_the_others(controller: ClusterControl
         [1, 2, 7],
         [],
     )
-    stats = await controller.stats()
-    assert (stats["turns_committed_total"], stats["turns_refused_total"]) == (3, 3)
+    for name in ("controller_turns_committed", "controller_turns_refused"):
+        assert measured(controller._cluster, name) == 3
 
 
 async def test_turns_of_one_session_in_one_group_follow_each_other(controller: ClusterController) -> None:
@@ -111,7 +112,7 @@ async def test_turns_of_one_session_in_one_group_follow_each_other(controller: C
     assert history(controller, "s") == [1, 5]
     (entry,) = await controller.sessions()
     assert (entry.turns, entry.tokens) == (3, 2)
-    assert (await controller.stats())["turns_committed_total"] == 3
+    assert measured(controller._cluster, "controller_turns_committed") == 3
 
 
 async def test_a_turn_that_waits_is_fenced_when_it_is_written(controller: ClusterController) -> None:

@@ -18,6 +18,7 @@ from controllers.errors import (
 )
 from controllers.records import Assignment, ReplicaStatus, SessionStatus, TurnRecord
 from controllers.tokens import encode_tokens, unpack_tokens
+from tests.unit.controllers.measured import measured
 
 
 def _turn(assignment: Assignment, index: int, start_len: int, tokens: list[int]) -> TurnRecord:
@@ -110,7 +111,7 @@ def test_commits_reach_log_and_ledger(world: World) -> None:
     assert unpack_tokens(record.history).tolist() == [1, 2, 3]
     (entry,) = world.cluster.sessions()
     assert (entry.tokens, entry.turns) == (3, 1)
-    assert world.cluster.stats()["turns_committed_total"] == 1
+    assert measured(world.cluster, "controller_turns_committed") == 1
 
 
 def test_load_is_fenced(world: World) -> None:
@@ -134,8 +135,8 @@ def test_a_lost_owner_is_replaced_and_fenced(world: World) -> None:
     record = world.cluster.load_session("s", 2, moved.replica_id)
     assert unpack_tokens(record.history).tolist() == [1]
     commit_turn(world.cluster, _turn(moved, 1, 1, [3]))
-    assert world.cluster.stats()["transfers_total"] == 1
-    assert world.cluster.stats()["turns_refused_total"] == 1
+    assert measured(world.cluster, "ownership_transfers") == 1
+    assert measured(world.cluster, "controller_turns_refused") == 1
 
 
 def test_after_a_false_alarm_moved_sessions_stay_moved(world: World) -> None:
@@ -189,7 +190,7 @@ def test_a_draining_owner_hands_its_sessions_over_itself(world: World) -> None:
     moved = world.cluster.resolve("s", False, "")
     assert moved.epoch == 2
     assert moved.replica_id != opened.replica_id
-    assert world.cluster.stats()["drained_total"] == 1
+    assert measured(world.cluster, "ownership_drained") == 1
 
 
 def test_a_draining_owner_keeps_sessions_nobody_else_can_take(world: World) -> None:
@@ -210,7 +211,7 @@ def test_a_replica_that_drains_gets_no_session_whatever_it_says(world: World) ->
     world.beat("a", free_tokens=9000)
     world.cluster.register_replica(ReplicaStatus("a", 9000, 9000))
     assert {open_session(world, f"s{index}").replica_id for index in range(5)} == {"b"}
-    assert world.cluster.stats()["replicas_draining"] == 1
+    assert measured(world.cluster, "controller_replicas_draining") == 1
 
 
 def test_sessions_of_one_that_said_farewell_move(world: World) -> None:
@@ -328,7 +329,7 @@ def test_heartbeats_name_sessions_that_are_closed(world: World) -> None:
     status = ReplicaStatus(opened.replica_id, 1000, 1000)
     held = SessionStatus("s", 1, 0, 0, 3.0, False, size_bytes=42)
     assert world.cluster.heartbeat(status, [held]).stale_sessions == ()
-    assert world.cluster.stats()["session_size_bytes"] == 42
+    assert measured(world.cluster, "controller_session_size_bytes") == 42
     world.cluster.close_session("s")
     assert world.cluster.heartbeat(status, [held]).stale_sessions == ("s",)
 
@@ -377,8 +378,8 @@ def test_a_commit_that_found_no_log_was_not_refused(world: World) -> None:
     world.store.disconnect()
     with pytest.raises(StoreError):
         commit_turn(world.cluster, _turn(opened, 0, 0, [1]))
-    figures = world.cluster.stats()
-    assert (figures["turns_refused_total"], figures["commits_failed_total"]) == (0, 1)
+    assert measured(world.cluster, "controller_turns_refused") == 0
+    assert measured(world.cluster, "controller_commits_failed") == 1
 
 
 def test_figures(world: World) -> None:
@@ -387,13 +388,18 @@ def test_figures(world: World) -> None:
         commit_turn(world.cluster, _turn(opened, 5, 0, [1]))
     commit_turn(world.cluster, _turn(opened, 0, 0, [1, 2]))
     world.cluster.heartbeat(ReplicaStatus(opened.replica_id, 1, 1), [SessionStatus("s", 1, 2, 1, 0.0, True)])
-    figures = world.cluster.stats()
-    assert (figures["sessions_in_turn"], figures["sessions_idle"], figures["sessions_unowned"]) == (1, 0, 0)
-    assert (figures["session_tokens"], figures["replicas_live"]) == (2, 2)
-    assert (figures["turns_refused_total"], figures["store_commit_total"]) == (1, 2)
-    assert all(type(value) is float for value in figures.values())
+    expected = {
+        "sessions_in_turn": 1,
+        "sessions_idle": 0,
+        "sessions_unowned": 0,
+        "session_tokens": 2,
+        "replicas_live": 2,
+        "turns_refused": 1,
+    }
+    assert {name: measured(world.cluster, f"controller_{name}") for name in expected} == expected
+    assert measured(world.cluster, "controller_store_seconds", operation="commit") == 2
     world.cluster.report_unreachable(opened.replica_id, True)
-    assert world.cluster.stats()["sessions_unowned"] == 1
+    assert measured(world.cluster, "controller_sessions_unowned") == 1
 
 
 def test_replicas_carry_the_ledgers_count(world: World) -> None:

@@ -30,6 +30,7 @@ from controllers.settings import ClusterSettings
 from controllers.sqlite_store import SqliteSessionStore
 from controllers.tokens import encode_tokens, unpack_tokens
 from controllers.turns import Turn
+from tests.unit.controllers.measured import measured
 
 PARENT = SessionRecord("p", "tenant", 1, "a", timeout_s=30.0, capacity_tokens=99, created_s=5.0)
 CHILD = SessionRecord("c", "tenant", 1, "a", timeout_s=40.0, created_s=6.0, open_key="k")
@@ -135,7 +136,7 @@ def test_the_child_is_placed_beside_its_parent(
     for entries in (cluster.sessions(), _cluster(store, clock).sessions()):
         assert {entry.session_id: entry.tokens for entry in entries} == {"p": 6, "c": 4, "d": 6}
     assert unpack_tokens(cluster.load_session("c", 1, owner).history).tolist() == [0, 1, 2, 3]
-    assert cluster.stats()["sessions_forked_total"] == 2
+    assert measured(cluster, "controller_sessions_forked") == 2
     with pytest.raises(Overloaded):
         cluster.fork_session("p", 1, owner, ForkOrder("e", "m"))
 

@@ -51,7 +51,7 @@ def open_sessions(cluster: Cluster, count: int) -> None:
 CALLS: dict[str, Callable[[Cluster], object]] = {
     "heartbeat": lambda cluster: cluster.heartbeat(ReplicaStatus("a", 1000, 1000), SessionReport(1, 0)),
     "expire_idle": Cluster.expire_idle,
-    "stats": Cluster.stats,
+    "measures": Cluster.measures,
     "replicas": Cluster.replicas,
     "count": Cluster.count,
     "page": lambda cluster: cluster.sessions(None, "acme s1", 3),

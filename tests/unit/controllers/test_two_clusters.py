@@ -19,6 +19,7 @@ from controllers.records import Assignment, ForkOrder, ReplicaStatus, SessionRec
 from controllers.redis_log import RedisLog
 from controllers.session_claims import ABANDONED_GRACE_S
 from controllers.tokens import unpack_tokens
+from tests.unit.controllers.measured import measured
 
 
 class Upgrade:
@@ -89,7 +90,7 @@ def test_the_first_turn_at_the_newcomer_takes_the_session_and_no_other(upgrade: 
     commit_turn(upgrade.new.cluster, next_turn(owner, held, [3]))
     upgrade.old.turn("stays", [2])
     assert upgrade.new.session_ids() == ["s"]
-    assert upgrade.new.cluster.stats()["sessions_claimed_total"] == 1
+    assert measured(upgrade.new.cluster, "controller_sessions_claimed") == 1
 
 
 def test_a_session_that_is_opened_later_is_found(upgrade: Upgrade) -> None:
@@ -138,7 +139,7 @@ def test_replicas_of_the_former_cluster_are_told_to_drop_it(upgrade: Upgrade) ->
     assert upgrade.old.cluster.heartbeat(status, [held]).stale_sessions == ()
     upgrade.old.cluster.expire_idle()
     assert upgrade.old.cluster.heartbeat(status, [held]).stale_sessions == ("s",)
-    assert upgrade.old.cluster.stats()["sessions_taken_over_total"] == 1
+    assert measured(upgrade.old.cluster, "controller_sessions_taken_over") == 1
     assert upgrade.old.cluster.expire_idle() == []
 
 

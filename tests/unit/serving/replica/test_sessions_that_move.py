@@ -16,6 +16,7 @@ from controllers.records import ForkOrder, ReplicaStatus
 from serving.front.ownership_cache import Owner
 from serving.replica import overlaps, session_host
 from serving.wire.turns import TurnCall, TurnEvent
+from tests.unit.controllers.measured import measured
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.failover_rig import Failover, failovers, running_failover
 from tests.unit.serving.replica_rig import VOCAB_SIZE, call
@@ -84,7 +85,7 @@ async def test_the_next_turn_runs_elsewhere_and_says_the_same(crowd: Crowd) -> N
     await crowd.nothing_at("a")
     settled = await crowd.say([7])
     assert (crowd.owner(), settled.cached_tokens) == (("b", 2), len(crowd.history) - 10)
-    assert crowd.cluster.stats()["rebalanced_total"] == 1
+    assert measured(crowd.cluster, "ownership_rebalanced") == 1
 
 
 async def test_it_is_no_failover_and_no_failure(crowd: Crowd) -> None:

@@ -153,8 +153,6 @@ async def test_replicas_are_told_to_all_shards_and_counted_once(shards: Shards) 
     statuses = await shards.calls.replicas()
     assert [status.replica_id for status in statuses] == ["a", "b"]
     assert sum(status.sessions for status in statuses) == 12
-    stats = await shards.calls.stats()
-    assert (stats["replicas_live"], stats["sessions_opened_total"]) == (2.0, 12.0)
     assert await figures(shards, "controller_replicas_live") == [2.0] * SHARDS
     assert sum(await figures(shards, "controller_sessions_opened")) == 12.0
     assert max(Counter((each.name, each.labels) for each in await shards.calls.measures()).values()) == 1
@@ -175,6 +173,8 @@ async def test_a_shard_that_starts_again_takes_nothing_from_what_the_others_have
     for name in names:
         await shards.calls.open_session(name)
     await shards.calls.report_unreachable("a", True)
+    for shard in shards.each:
+        shard.cluster.tick()
     for name in names:
         await shards.calls.resolve(name)
     counters = ("controller_sessions_opened", "ownership_transfers", "controller_replicas_lost")
@@ -195,9 +195,9 @@ async def test_who_is_there_is_known_while_a_shard_does_not_answer(shards: Shard
         controller.failures["replicas"] = [away]
     with pytest.raises(NoAnswer):
         await shards.calls.replicas()
-    shards.each[1].failures["stats"] = [away]
+    shards.each[1].failures["measures"] = [away]
     with pytest.raises(NoAnswer):  # figures of some of the sessions would be wrong
-        await shards.calls.stats()
+        await shards.calls.measures()
 
 
 async def test_a_shard_that_hangs_does_not_hide_who_is_there(
