@@ -6,7 +6,7 @@ Invariant: the log is written before the ledger, so everything in the ledger sur
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -37,7 +37,6 @@ from controllers.records import (
     ReplicaStatus,
     SessionRecord,
     SessionReport,
-    SessionStatus,
 )
 from controllers.replicas import ReplicaDirectory, ReplicaState
 from controllers.session_claims import SessionClaims
@@ -130,19 +129,14 @@ class Cluster:
         self._replicas.register(status)
         self.watch.look()
 
-    def heartbeat(
-        self, status: ReplicaStatus, report: SessionReport | Sequence[SessionStatus]
-    ) -> HeartbeatReply:
+    def heartbeat(self, status: ReplicaStatus, report: SessionReport) -> HeartbeatReply:
         """Notes a replica's load and its report of its sessions. The reply names the sessions that it does not own, and
-        says whether it is crowded. Replicas before wire version 3 name all of their sessions every time."""
+        says whether it is crowded."""
         replica_id = status.replica_id
-        known, understood = self._replicas.heartbeat(status), True
+        known = self._replicas.heartbeat(status)
         if not known:
             self._reports.forget(replica_id)
-        if isinstance(report, SessionReport):
-            understood = self._reports.take(replica_id, report)
-        else:
-            self._reports.take_all(replica_id, report)
+        understood = self._reports.take(replica_id, report)
         stale = self._ledger.tell_stale(replica_id)
         draining = self._replicas.state(replica_id) is ReplicaState.DRAINING
         crowded = False

@@ -39,7 +39,6 @@ from controllers.records import (
     ReplicaStatus,
     SessionRecord,
     SessionReport,
-    SessionStatus,
     SocketAddress,
     TurnNote,
     TurnRecord,
@@ -115,19 +114,12 @@ class ClusterController:
         self._attend()
         self._cluster.register_replica(status)
 
-    async def heartbeat(
-        self, status: ReplicaStatus, report: SessionReport | Sequence[SessionStatus] = ()
-    ) -> HeartbeatReply:
+    async def heartbeat(self, status: ReplicaStatus, report: SessionReport) -> HeartbeatReply:
         self._attend()
         return self._cluster.heartbeat(status, report)
 
     async def report_unreachable(self, replica_id: str, died: bool) -> bool:
         return self._cluster.report_unreachable(replica_id, died)
-
-    async def report_lost(self, replica_id: str) -> int:
-        """Front ends of wire version 1 call this instead of `report_unreachable`. For them a replica that they cannot
-        reach has died."""
-        return int(self._cluster.report_unreachable(replica_id, True))
 
     async def drain_replica(self, replica_id: str) -> None:
         self._cluster.drain_replica(replica_id)
@@ -185,12 +177,6 @@ class ClusterController:
     ) -> Assignment:
         return self._cluster.move_session(session_id, epoch, replica_id, to)
 
-    async def commit_turn(self, record: TurnRecord) -> None:
-        """Replicas before wire version 3 call this instead of `commit_turns`."""
-        (refusal,) = await self._commits.commit([record])
-        if refusal is not None:
-            raise refusal
-
     async def commit_turns(self, records: Sequence[TurnRecord]) -> Sequence[ControllerError | None]:
         """Each turn's outcome, see Commits.commit."""
         return await self._commits.commit(records)
@@ -217,7 +203,6 @@ class ClusterController:
     async def sessions(
         self, tenant: str | None = None, after: str | None = None, limit: int | None = None
     ) -> list[LedgerEntry]:
-        """A page of the sessions. Front ends before wire version 3 ask for all of them at once."""
         return self._cluster.sessions(tenant, after, limit)
 
     async def session(self, session_id: str) -> LedgerEntry:

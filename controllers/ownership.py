@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from heapq import nlargest
 from itertools import islice
@@ -220,12 +220,6 @@ class OwnershipLedger:
             if entry is not None and entry.replica_id == replica_id and entry.reported_s is not None:
                 use.held -= 1
                 self._put(replace(entry, reported_s=None, in_turn=False, size_bytes=0), entry)
-
-    def report_no_others(self, replica_id: str, held: Collection[str]) -> None:
-        """Notes that the replica holds no sessions except these. Looks at all sessions that it owns."""
-        use = self._by_replica.setdefault(replica_id, ReplicaUse())
-        use.reports = True
-        self.report_dropped(replica_id, [name for name in (*use.owned, *use.stale) if name not in held])
 
     def stale(self, replica_id: str) -> dict[str, int]:
         """The sessions that the replica must drop, with the epochs at which it reported them. For reading only."""

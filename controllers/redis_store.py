@@ -7,9 +7,9 @@ A session has
 - `results`, a hash: the answers of turns with an idempotency key, see redis_answers.py;
 - `notes`, a hash: what turns said, see redis_notes.py.
 
-The log also has `sessions`, the set of all ids, and `epoch_floor`. A cluster has `alive`, which exists while the
-cluster lives, the keys of redis_cluster_facts.py, and `taken`, a hash: the sessions that others took from it, and at
-which epochs.
+The log also has `sessions`, the set of all ids, and `epoch_floor`, the highest epoch of any closed session. A cluster
+has `alive`, which exists while the cluster lives, the keys of redis_cluster_facts.py, and `taken`, a hash: the sessions
+that others took from it, and at which epochs.
 
 Several clusters may write to one log, each to its own sessions. A session names the cluster that opened or claimed it
 last. A change is made only if the session is still as it was read, so a cluster that has lost the session in between
@@ -205,9 +205,6 @@ class RedisSessionStore:
             if session.writer == self._log.cluster:
                 renamed = tenant_in(entry.session_id) != entry.tenant
                 yield self.find(_key_of(entry)) if renamed else entry
-
-    def epoch_floor(self) -> int:
-        return int(self._log.read(("GET", self._log.key("epoch_floor")))[0] or 0)
 
     def touch(self, session_id: str, last_used_s: float) -> None:
         self._change(

@@ -8,7 +8,7 @@ the replica for gone. It then asks for everything, which comes in as many report
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 from controllers.ownership import OwnershipLedger
@@ -90,13 +90,6 @@ class ReportReader:
         for status in report.changed:
             self._ledger.report(replica_id, status)
         return True
-
-    def take_all(self, replica_id: str, sessions: Sequence[SessionStatus]) -> None:
-        """Takes a report of a replica before wire version 3, which has everything every time, without a number."""
-        self._taken.setdefault(replica_id, 0)
-        for status in sessions:
-            self._ledger.report(replica_id, status)
-        self._ledger.report_no_others(replica_id, {status.session_id for status in sessions})
 
     def forget(self, replica_id: str) -> None:
         """Forgets the replica's reports: they no longer count."""

@@ -163,10 +163,6 @@ class SqliteSessionStore:
         with self._transaction() as db:
             yield from map(_to_entry, db.execute(f"SELECT {_ENTRY_COLUMNS} FROM sessions"))
 
-    def epoch_floor(self) -> int:
-        with self._transaction() as db:
-            return _epoch_floor(db)
-
     def touch(self, session_id: str, last_used_s: float) -> None:
         with self._transaction() as db:
             touched = db.execute(

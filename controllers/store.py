@@ -32,10 +32,10 @@ class SessionStore(Protocol):
     """
 
     def open(self, record: SessionRecord, notes: Sequence[TurnNote] = ()) -> SessionRecord:
-        """Adds a session without turns, at its epoch or, if that is higher, just above `epoch_floor`. A history is a
-        copy of another log's, as are the `notes`, which have negative numbers. Returns the session as it was added. A
-        log behind a network also returns a session that an earlier call with the same `open_key` added, since the
-        answer to that call may have been lost.
+        """Adds a session without turns, at its epoch or, if that is higher, just above the highest of any closed
+        session. A history is a copy of another log's, as are the `notes`, which have negative numbers. Returns the
+        session as it was added. A log behind a network also returns a session that an earlier call with the same
+        `open_key` added, since the answer to that call may have been lost.
 
         Raises SessionExists.
         """
@@ -93,14 +93,11 @@ class SessionStore(Protocol):
     def load_all_entries(self) -> Iterable[LedgerEntry]:
         """Every session of this cluster, without histories. Read it to the end before any other call."""
 
-    def epoch_floor(self) -> int:
-        """The highest epoch of any closed session; 0 if there was none."""
-
     def touch(self, session_id: str, last_used_s: float) -> None:
         """Records when the session was last used, in Unix seconds. Raises SessionNotFound."""
 
     def close(self, session_id: str) -> bool:
-        """Deletes the session and its turns, and raises `epoch_floor` to its epoch. False if it was unknown."""
+        """Deletes the session and its turns. Its epoch is remembered, see `open`. False if it was unknown."""
 
     def close_after(self, session_id: str, turn_key: str) -> None:
         """Records that the session is to be closed when the turn with this idempotency key has ended. Raises

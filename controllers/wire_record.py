@@ -14,7 +14,7 @@ WIRE_VERSION = 3
 """The version of all records and of the controller's methods. Each release that changes these increases it."""
 
 FIRST_VERSION = 1
-"""The version of processes that do not tell theirs."""
+"""The version of a controller that does not tell its own. It is replaced, as all earlier ones are."""
 
 ABSENT = "absent"
 """Key of a field's metadata: the field's value in records of a version without the field, if not the default."""

@@ -14,6 +14,8 @@ from controllers import redis_log, sqlite_schema
 from controllers.settings import SqliteLogSettings
 from controllers.wire_record import WIRE_VERSION
 
+FIRST_SPOKEN = 3
+"""Before this wire version front ends and replicas had other connections."""
 PAGE = (ROOT / "docs" / "upgrading.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -27,8 +29,9 @@ def ray() -> str:
 def test_the_newest_row_is_this_version() -> None:
     newest, oldest = sqlite_schema._SCHEMA_VERSION, min(sqlite_schema._READABLE)
     in_redis = [int(layout) for layout in redis_log.READABLE]
+    spoken = f"{max(FIRST_SPOKEN, WIRE_VERSION - 1)} to {WIRE_VERSION + 1}"
     row = (
-        f"| {PROJECT['version']} | {WIRE_VERSION}, speaks with {WIRE_VERSION - 1} to {WIRE_VERSION + 1} "
+        f"| {PROJECT['version']} | {WIRE_VERSION}, speaks with {spoken} "
         f"| layout {newest}, reads {oldest} to {newest} "
         f"| layout {int(redis_log.LAYOUT)}, reads {min(in_redis)} to {max(in_redis)} | {ray()} |"
     )

@@ -72,7 +72,7 @@ controller = ray.get_actor(name)
 ray.get(controller.register_replica.remote(ReplicaStatus("of version 1", 1000, 1000)))
 owner = ray.get(controller.open_session.remote("s", "", None, None, "key"))
 assert owner.replica_id == "of version 1", owner
-ray.get(controller.report_lost.remote(owner.replica_id))
+ray.get(controller.report_unreachable.remote(owner.replica_id, True))
 assert ray.get(controller.replicas.remote()) == []
 """
 

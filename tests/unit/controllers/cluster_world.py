@@ -8,9 +8,10 @@ from manual_clock import ManualClock
 
 from controllers.cluster import Cluster
 from controllers.log_cipher import LogCipher
-from controllers.records import Assignment, ReplicaStatus
+from controllers.records import Assignment, HeartbeatReply, ReplicaStatus, SessionStatus
 from controllers.settings import ClusterSettings
 from controllers.sqlite_store import SqliteSessionStore
+from tests.unit.controllers.reporting import HeldSessions
 
 SILENCE_S = 10.0
 IDLE_S = 100.0
@@ -37,6 +38,7 @@ class World:
         self.clock = clock
         self.wall = WallClock(clock)
         self._path = path
+        self._held = HeldSessions()
         self.store = SqliteSessionStore(path, clock=self.wall)
         self.cluster = self._build()
 
@@ -56,12 +58,13 @@ class World:
         return Cluster(settings, self.store, self.wall, self.clock)
 
     def beat(self, *replica_ids: str, free_tokens: int = 1000, draining: bool = False) -> None:
-        """Heartbeats of these replicas. As real ones do, a replica that hears that it counts as gone registers
-        again."""
+        """Heartbeats of these replicas, which hold no sessions."""
         for replica_id in replica_ids:
-            status = ReplicaStatus(replica_id, free_tokens, 1000, draining=draining)
-            if not self.cluster.heartbeat(status, []).known:
-                self.cluster.register_replica(status)
+            self._held.beat(self.cluster, ReplicaStatus(replica_id, free_tokens, 1000, draining=draining))
+
+    def report(self, replica_id: str, *held: SessionStatus, free_tokens: int = 1000) -> HeartbeatReply:
+        """A heartbeat of a replica that holds exactly these sessions."""
+        return self._held.beat(self.cluster, ReplicaStatus(replica_id, free_tokens, 1000), *held)
 
 
 def open_session(world: World, session_id: str | None = "s", tenant: str = "") -> Assignment:

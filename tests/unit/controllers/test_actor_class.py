@@ -31,7 +31,6 @@ from controllers.cluster_actor import ClusterController
 assert not hasattr(ClusterController, "heartbeat"), "this is this version's module"
 actor_class = pickle.load(sys.stdin.buffer)
 inspect.signature(inspect.unwrap(actor_class.heartbeat)).bind("self", "status", [])
-inspect.signature(inspect.unwrap(actor_class.report_lost)).bind("self", "replica")
 """
 
 

@@ -155,13 +155,3 @@ async def test_a_turn_that_cannot_be_written_fails_alone(controller: ClusterCont
     told = await asyncio.gather(*(outcome(controller, turn(name, 0)) for name in "st"))
     assert [type(each) for each in told] == [StoreError, type(None)]
     assert history(controller, "t") == [1, 2]
-
-
-async def test_replicas_of_the_version_before_commit_one_turn_a_call(controller: ClusterController) -> None:
-    for name in "st":
-        await controller.open_session(name)
-    counts = statements(controller)
-    calls = (controller.commit_turn(record) for record in (turn("s", 0), turn("t", 0), turn("s", 0, epoch=4)))
-    told = await asyncio.gather(*calls, return_exceptions=True)
-    assert [type(each) for each in told] == [type(None), type(None), StaleEpoch]
-    assert counts["COMMIT"] == 1

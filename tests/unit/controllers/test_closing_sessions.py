@@ -22,6 +22,7 @@ from controllers.settings import ClusterSettings
 from controllers.sqlite_store import SqliteSessionStore
 from controllers.store import SessionStore
 from controllers.turns import Replay, Turn
+from tests.unit.controllers.reporting import HeldSessions
 
 TIMEOUT_S = 1000.0
 SILENCE_S = 10.0
@@ -101,6 +102,7 @@ class World:
     def __init__(self, place: Place, clock: ManualClock) -> None:
         self._place = place
         self._clock = clock
+        self._held = HeldSessions()
         self.store = place()
         self.cluster = self._build()
         self.opened = self._open()
@@ -115,7 +117,7 @@ class World:
         self.beat(owner.replica_id, replace(held, **changes))
 
     def beat(self, replica_id: str, *held: SessionStatus) -> None:
-        self.cluster.heartbeat(ReplicaStatus(replica_id, 1000, 1000), held)
+        self._held.beat(self.cluster, ReplicaStatus(replica_id, 1000, 1000), *held)
 
     def wait(self, seconds: float, owner: Assignment | None = None) -> list[str]:
         """Lets time pass. Returns the sessions that end meanwhile. `owner` keeps reporting that the session has a

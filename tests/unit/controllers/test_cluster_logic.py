@@ -141,14 +141,12 @@ def test_a_lost_owner_is_replaced_and_fenced(world: World) -> None:
 
 def test_after_a_false_alarm_moved_sessions_stay_moved(world: World) -> None:
     opened = open_session(world)
-    status = ReplicaStatus(opened.replica_id, 5000, 5000)
     world.cluster.report_unreachable(opened.replica_id, True)
     moved = world.cluster.resolve("s", False, "")
     held = SessionStatus("s", opened.epoch, 0, 0, 0.0, False)
-    reply = world.cluster.heartbeat(status, [held])
-    assert (reply.known, reply.stale_sessions) == (False, ("s",))
-    world.cluster.register_replica(status)
-    assert world.cluster.heartbeat(status, [held]).known
+    assert opened.replica_id not in {status.replica_id for status in world.cluster.replicas()}
+    assert world.report(opened.replica_id, held, free_tokens=5000).stale_sessions == ("s",)
+    assert world.report(opened.replica_id, free_tokens=5000).known
     assert world.cluster.resolve("s", False, "").replica_id == moved.replica_id
     assert open_session(world, "new").replica_id == opened.replica_id
 
@@ -181,10 +179,9 @@ def test_a_draining_owner_hands_its_sessions_over_itself(world: World) -> None:
     """The controller knows of turns in flight only what the last heartbeat said, so it does not move a session by
     itself."""
     opened = open_session(world)
-    status = ReplicaStatus(opened.replica_id, 1000, 1000)
     world.cluster.drain_replica(opened.replica_id)
     held = SessionStatus("s", 1, 0, 0, 0.0, False)
-    assert world.cluster.heartbeat(status, [held]).draining
+    assert world.report(opened.replica_id, held).draining
     assert world.cluster.resolve("s", False, "").epoch == 1
     assert world.cluster.offer_session("s", 1, opened.replica_id)
     moved = world.cluster.resolve("s", False, "")
@@ -326,12 +323,11 @@ def test_a_turn_of_a_closed_session_cannot_commit_into_its_namesake(world: World
 
 def test_heartbeats_name_sessions_that_are_closed(world: World) -> None:
     opened = open_session(world)
-    status = ReplicaStatus(opened.replica_id, 1000, 1000)
     held = SessionStatus("s", 1, 0, 0, 3.0, False, size_bytes=42)
-    assert world.cluster.heartbeat(status, [held]).stale_sessions == ()
+    assert world.report(opened.replica_id, held).stale_sessions == ()
     assert measured(world.cluster, "controller_session_size_bytes") == 42
     world.cluster.close_session("s")
-    assert world.cluster.heartbeat(status, [held]).stale_sessions == ("s",)
+    assert world.report(opened.replica_id, held).stale_sessions == ("s",)
 
 
 def test_the_session_limit(world: World) -> None:
@@ -387,7 +383,7 @@ def test_figures(world: World) -> None:
     with pytest.raises(ControllerError):
         commit_turn(world.cluster, _turn(opened, 5, 0, [1]))
     commit_turn(world.cluster, _turn(opened, 0, 0, [1, 2]))
-    world.cluster.heartbeat(ReplicaStatus(opened.replica_id, 1, 1), [SessionStatus("s", 1, 2, 1, 0.0, True)])
+    world.report(opened.replica_id, SessionStatus("s", 1, 2, 1, 0.0, True))
     expected = {
         "sessions_in_turn": 1,
         "sessions_idle": 0,

@@ -17,6 +17,7 @@ from controllers.settings import ClusterSettings, RebalancingSettings
 from controllers.sqlite_store import SqliteSessionStore
 from controllers.tokens import encode_tokens, unpack_tokens
 from tests.unit.controllers.measured import measured
+from tests.unit.controllers.reporting import HeldSessions
 
 SILENCE_S = 9.0
 SETTLED_S = 60
@@ -27,6 +28,7 @@ class World:
 
     def __init__(self, path: Path, clock: ManualClock, rebalancing: RebalancingSettings | None) -> None:
         self.clock = clock
+        self._held = HeldSessions()
         self.store = SqliteSessionStore(path, clock=clock)
         settings = ClusterSettings(replica_timeout_s=SILENCE_S, rebalancing=rebalancing)
         self.cluster = Cluster(settings, self.store, clock, clock)
@@ -42,7 +44,11 @@ class World:
             for e in self.held_by(replica_id)
         ]
         status = ReplicaStatus(replica_id, 1000, 1000, 0, running, waiting, draining)
-        return self.cluster.heartbeat(status, held)
+        return self.report(status, *held)
+
+    def report(self, status: ReplicaStatus, *held: SessionStatus) -> HeartbeatReply:
+        """A heartbeat of a replica that holds exactly these sessions."""
+        return self._held.beat(self.cluster, status, *held)
 
     def held_by(self, replica_id: str) -> list[LedgerEntry]:
         return [entry for entry in self.cluster.sessions() if entry.replica_id == replica_id]
@@ -86,8 +92,8 @@ def test_the_former_owner_is_refused_and_told_to_drop_it(world: World) -> None:
         commit_turn(world.cluster, TurnRecord("s", 1, 1, 2, encode_tokens([3]), 1))
     with pytest.raises(StaleEpoch):
         world.cluster.load_session("s", 1, "a")
-    status = ReplicaStatus("a", 1000, 1000)
-    assert world.cluster.heartbeat(status, [SessionStatus("s", 1, 2, 1, 0.0, False)]).stale_sessions == ("s",)
+    still_held = SessionStatus("s", 1, 2, 1, 0.0, False)
+    assert world.report(ReplicaStatus("a", 1000, 1000), still_held).stale_sessions == ("s",)
 
 
 def test_a_repeated_offer_moves_nothing_twice(world: World) -> None:

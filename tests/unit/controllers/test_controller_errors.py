@@ -52,7 +52,7 @@ def test_where_the_log_is_stays_in_the_server(tmp_path: Path) -> None:
     store = SqliteSessionStore(path)
     store.disconnect()
     with pytest.raises(StoreError) as caught:
-        store.epoch_floor()
+        store.deployment()
     error = pickle.loads(pickle.dumps(caught.value))
     assert error.message == "session log: it cannot be read or written"
     assert str(error) == f"{error.message} ({path}: Cannot operate on a closed database.)"

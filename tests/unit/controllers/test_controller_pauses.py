@@ -12,7 +12,7 @@ from manual_clock import ManualClock
 from controllers.attended_clock import TICK_S
 from controllers.cluster_actor import ClusterController
 from controllers.errors import NoAnswer
-from controllers.records import ReplicaStatus
+from controllers.records import ReplicaStatus, SessionReport
 from controllers.replicas import LATE_BEATS, SUSPECT_BEATS
 from controllers.settings import ClusterSettings, SqliteLogSettings
 
@@ -67,7 +67,7 @@ async def test_after_a_restart_replicas_have_two_heartbeats_to_be_heard(
             await again.replicas(all_heard=True)
         clock.advance(TICK_S)
         again._cluster.tick()
-    await again.heartbeat(ReplicaStatus("b", 1000, 1000))
+    await again.heartbeat(ReplicaStatus("b", 1000, 1000), SessionReport(1, 0))
     assert [status.replica_id for status in await again.replicas(all_heard=True)] == ["b"]
 
 

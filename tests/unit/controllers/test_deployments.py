@@ -17,7 +17,7 @@ from controllers.cluster_actor import ClusterController
 from controllers.deployments import KEPT_IDS, Deployments
 from controllers.errors import Overloaded, SettingsRefused, StoreError
 from controllers.open_store import open_store
-from controllers.records import ReplicaStatus
+from controllers.records import ReplicaStatus, SessionReport
 from controllers.settings import (
     ClusterSettings,
     Deployment,
@@ -175,7 +175,7 @@ async def test_a_redeploy_takes_effect_and_keeps_sessions_and_replicas(
     with pytest.raises(Overloaded):
         await controller.open_session("third")
     passes(clock, controller, 30.0)
-    await controller.heartbeat(ReplicaStatus("a", 1000, 1000))
+    await controller.heartbeat(ReplicaStatus("a", 1000, 1000), SessionReport(1, 0))
     assert await controller.expire_idle() == [], "the timeout was 5 s and is 60 s"
     passes(clock, controller, 31.0)
     assert sorted(await controller.expire_idle()) == ["first", "second"]
@@ -192,8 +192,10 @@ async def test_a_redeploy_changes_how_soon_a_replica_counts_as_dead_and_what_is_
     async def crowded() -> bool:
         for _ in range(2):
             passes(clock, controller, 9.0)
-            await controller.heartbeat(ReplicaStatus("b", 1000, 1000))
-            reply = await controller.heartbeat(ReplicaStatus("a", 1000, 1000, running=50))
+            await controller.heartbeat(ReplicaStatus("b", 1000, 1000), SessionReport(1, 0))
+            reply = await controller.heartbeat(
+                ReplicaStatus("a", 1000, 1000, running=50), SessionReport(1, 0)
+            )
         return reply.crowded
 
     assert not await crowded()

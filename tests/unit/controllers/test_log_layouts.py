@@ -102,7 +102,6 @@ def test_a_log_of_the_layout_before_is_read_and_gone_on_with(place: Place) -> No
         results=(StoredResult("k", 0, b"r", "d"),),
         tools="tools",
     )
-    assert store.epoch_floor() == 1
     assert store.find(KEY).last_used_s == 1000.0
     epoch = store.claim(KEY, "a").epoch  # it had no writer in Redis, so no cluster yet
     assert store.load(KEY) == replace(record, epoch=epoch)
@@ -116,6 +115,7 @@ def test_a_log_of_the_layout_before_is_read_and_gone_on_with(place: Place) -> No
     assert (history_of(again, KEY), again.load(KEY).model) == ([1, 2, 3, 4, 5], MODEL)
     with pytest.raises(SessionNotFound):
         again.load("s")
+    assert again.open(replace(SESSION, session_id="new")).epoch == 2, "above the session that was closed"
     again.disconnect()
 
 

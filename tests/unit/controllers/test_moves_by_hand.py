@@ -16,6 +16,7 @@ from controllers.settings import ClusterSettings
 from controllers.sqlite_store import SqliteSessionStore
 from controllers.tokens import encode_tokens, unpack_tokens
 from tests.unit.controllers.measured import measured
+from tests.unit.controllers.reporting import HeldSessions
 
 SILENCE_S = 9.0
 
@@ -25,6 +26,7 @@ class World:
 
     def __init__(self, path: Path, clock: ManualClock) -> None:
         self.clock = clock
+        self._held = HeldSessions()
         self.store = SqliteSessionStore(path, clock=clock)
         self.cluster = Cluster(ClusterSettings(replica_timeout_s=SILENCE_S), self.store, clock, clock)
         self.beat("a", 3000)
@@ -34,9 +36,7 @@ class World:
         self.beat("c", 2000)
 
     def beat(self, replica_id: str, free_tokens: int) -> None:
-        status = ReplicaStatus(replica_id, free_tokens, 3000)
-        if not self.cluster.heartbeat(status, []).known:
-            self.cluster.register_replica(status)
+        self._held.beat(self.cluster, ReplicaStatus(replica_id, free_tokens, 3000))
 
     def owner(self) -> tuple[str, int]:
         (entry,) = self.cluster.sessions()

@@ -23,12 +23,14 @@ from store_turns import commit_turn
 
 from controllers.cluster import Cluster
 from controllers.errors import NoReplica, SessionExists, SessionNotFound, StaleEpoch, TurnInFlight
-from controllers.records import Assignment, ForkOrder, ReplicaStatus, SessionStatus
+from controllers.records import Assignment, ForkOrder, HeartbeatReply, ReplicaStatus
 from controllers.session import SessionController
+from controllers.session_reports import ReportWriter
 from controllers.settings import ClusterSettings, RebalancingSettings
 from controllers.sqlite_store import SqliteSessionStore
 from controllers.tokens import unpack_tokens
 from controllers.turns import Replay, Turn
+from tests.unit.controllers.reporting import heartbeat
 
 IDLE_S = 50.0
 SILENCE_S = 10.0
@@ -43,12 +45,18 @@ class Replica:
     replica_id: str
     sessions: SessionController
     turns: list[Turn] = field(default_factory=list)
-
+    writer: ReportWriter = field(default_factory=ReportWriter)
     crowded: bool = False
     draining: bool = False
 
     def status(self, draining: bool = False, running: int = 0) -> ReplicaStatus:
         return ReplicaStatus(self.replica_id, 1000, 1000, draining=draining, running=running)
+
+    def beat(self, cluster: Cluster, running: int) -> HeartbeatReply:
+        """A heartbeat with what has changed."""
+        self.writer.note(self.sessions.take_changed())
+        status, book = self.status(running=running), self.sessions
+        return heartbeat(cluster, status, self.writer, book.status, book.held)
 
 
 class OwnershipMachine(RuleBasedStateMachine):
@@ -218,11 +226,8 @@ class OwnershipMachine(RuleBasedStateMachine):
         self.clock.advance(advance_s)
         self.cluster.tick()
         for which, replica in enumerate(self.replicas):
-            status = replica.status(running=running[which])
-            reply = self.cluster.heartbeat(status, replica.sessions.snapshot())
+            reply = replica.beat(self.cluster, running[which])
             replica.crowded, replica.draining = reply.crowded, reply.draining
-            if not reply.known:
-                self.cluster.register_replica(replica.status(running=running[which]))
             for session_id in reply.stale_sessions:
                 if all(turn.session_id != session_id for turn in replica.turns):
                     replica.sessions.drop(session_id)
@@ -275,10 +280,7 @@ class OwnershipMachine(RuleBasedStateMachine):
             assert len(holders) <= 1
             for replica in holders:
                 assert replica.replica_id == entry.replica_id
-                assert self._status(replica, entry.session_id).tokens == entry.tokens
-
-    def _status(self, replica: Replica, session_id: str) -> SessionStatus:
-        return next(s for s in replica.sessions.snapshot() if s.session_id == session_id)
+                assert replica.sessions.committed_len(entry.session_id) == entry.tokens
 
     def teardown(self) -> None:
         self.store.disconnect()

@@ -9,12 +9,12 @@ from store_turns import commit_turn, turn_of
 from controllers import session_ends
 from controllers.errors import StoreError
 from controllers.log_cipher import KEY_BYTES, LogCipher
-from controllers.records import ForkOrder, ReplicaStatus, SessionStatus
+from controllers.records import ForkOrder, SessionStatus
 
 
 def test_expiry_of_sessions_whose_owner_is_gone(world: World) -> None:
     opened = open_session(world)
-    world.cluster.heartbeat(ReplicaStatus(opened.replica_id, 1, 1), [SessionStatus("s", 1, 0, 0, 0.0, True)])
+    world.report(opened.replica_id, SessionStatus("s", 1, 0, 0, 0.0, True))
     world.cluster.report_unreachable(opened.replica_id, True)
     world.clock.advance(IDLE_S)
     assert world.cluster.expire_idle() == []
@@ -25,15 +25,14 @@ def test_expiry_of_sessions_whose_owner_is_gone(world: World) -> None:
 
 def test_a_turn_in_flight_never_expires(world: World) -> None:
     opened = open_session(world)
-    status = ReplicaStatus(opened.replica_id, 1000, 1000)
     for _ in range(30):
         world.clock.advance(SILENCE_S)
-        world.cluster.heartbeat(status, [SessionStatus("s", 1, 0, 0, 0.0, True)])
+        world.report(opened.replica_id, SessionStatus("s", 1, 0, 0, 0.0, True))
         assert world.cluster.expire_idle() == []
-    world.cluster.heartbeat(status, [SessionStatus("s", 1, 0, 0, 0.0, False)])
+    world.report(opened.replica_id, SessionStatus("s", 1, 0, 0, 0.0, False))
     for _ in range(10):
         world.clock.advance(SILENCE_S)
-        world.cluster.heartbeat(status, [])
+        world.report(opened.replica_id)
         assert world.cluster.expire_idle() == []
     world.clock.advance(0.1)
     assert world.cluster.expire_idle() == ["s"]
@@ -42,10 +41,9 @@ def test_a_turn_in_flight_never_expires(world: World) -> None:
 def test_what_a_live_owner_holds_is_its_own_to_expire(world: World) -> None:
     """The owner may have begun a turn that the controller has not heard of."""
     opened = open_session(world)
-    status = ReplicaStatus(opened.replica_id, 1000, 1000)
     world.clock.advance(IDLE_S * 2)
     world.beat(opened.replica_id)
-    world.cluster.heartbeat(status, [SessionStatus("s", 1, 0, 0, IDLE_S * 2, False)])
+    world.report(opened.replica_id, SessionStatus("s", 1, 0, 0, IDLE_S * 2, False))
     assert world.cluster.expire_idle() == []
     world.clock.advance(SILENCE_S + 1)
     assert world.cluster.expire_idle() == ["s"]

@@ -329,17 +329,6 @@ def test_a_session_whose_owner_was_lost_in_its_turn_has_its_whole_timeout(world:
     assert world.cluster.expire_idle() == ["s"]
 
 
-def test_the_version_before_tells_everything_every_time(world: World) -> None:
-    world.open("s", "t")
-    world.cluster.heartbeat(world.a.status, world.a.book.snapshot())
-    assert world.told().keys() == {"s", "t"}
-    world.cluster.close_session("s")
-    reply = world.cluster.heartbeat(world.a.status, world.a.book.snapshot())
-    assert reply.stale_sessions == ("s",)
-    world.a.book.drop("s")
-    assert world.cluster.heartbeat(world.a.status, world.a.book.snapshot()).stale_sessions == ()
-
-
 class LossyChannel(RuleBasedStateMachine):
     """Heartbeats of two replicas over a channel that loses, repeats and delays reports and answers. The controller
     restarts, moves and closes sessions, and takes replicas for gone."""

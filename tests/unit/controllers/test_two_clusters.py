@@ -134,11 +134,11 @@ def test_the_former_cluster_gives_a_session_back_and_up(upgrade: Upgrade, news_f
 def test_replicas_of_the_former_cluster_are_told_to_drop_it(upgrade: Upgrade) -> None:
     open_session(upgrade.old)
     owner, _ = upgrade.old.begin("s")
-    status, held = ReplicaStatus(owner.replica_id, 1000, 1000), SessionStatus("s", 1, 0, 0, 0.0, False)
+    held = SessionStatus("s", 1, 0, 0, 0.0, False)
     upgrade.new.begin("s")
-    assert upgrade.old.cluster.heartbeat(status, [held]).stale_sessions == ()
+    assert upgrade.old.report(owner.replica_id, held).stale_sessions == ()
     upgrade.old.cluster.expire_idle()
-    assert upgrade.old.cluster.heartbeat(status, [held]).stale_sessions == ("s",)
+    assert upgrade.old.report(owner.replica_id, held).stale_sessions == ("s",)
     assert measured(upgrade.old.cluster, "controller_sessions_taken_over") == 1
     assert upgrade.old.cluster.expire_idle() == []
 

@@ -8,10 +8,18 @@ from store_turns import commit_turn
 
 from controllers.cluster import Cluster
 from controllers.errors import StaleEpoch
-from controllers.records import Assignment, ReplicaStatus, SessionRecord, TurnRecord
+from controllers.records import (
+    Assignment,
+    HeartbeatReply,
+    ReplicaStatus,
+    SessionRecord,
+    SessionStatus,
+    TurnRecord,
+)
 from controllers.redis_store import RedisSessionStore
 from controllers.settings import ClusterSettings
 from controllers.tokens import encode_tokens
+from tests.unit.controllers.reporting import HeldSessions
 
 SILENCE_S = 10.0
 IDLE_S = 1000.0
@@ -26,6 +34,7 @@ class Side:
         self._server = server
         self._log_name = log_name
         self._clock = clock
+        self._held = HeldSessions()
         self._build()
 
     def restart(self) -> None:
@@ -35,9 +44,11 @@ class Side:
 
     def beat(self) -> None:
         for replica_id in self.replicas:
-            status = ReplicaStatus(replica_id, 1000, 1000)
-            if not self.cluster.heartbeat(status, []).known:
-                self.cluster.register_replica(status)
+            self.report(replica_id)
+
+    def report(self, replica_id: str, *held: SessionStatus) -> HeartbeatReply:
+        """A heartbeat of a replica that holds exactly these sessions."""
+        return self._held.beat(self.cluster, ReplicaStatus(replica_id, 1000, 1000), *held)
 
     def begin(self, session_id: str) -> tuple[Assignment, SessionRecord]:
         """Does what the beginning of a turn does: finds the owner, which then loads the history. As an ingress does, it

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from controllers.attended_clock import LATE_AFTER_S
 from controllers.errors import StaleEpoch, StoreError
-from controllers.records import ForkOrder, ReplicaStatus
+from controllers.records import ForkOrder, ReplicaStatus, SessionReport
 from serving.front.ownership_cache import Owner
 from serving.replica import overlaps, session_host
 from serving.wire.turns import TurnCall, TurnEvent
@@ -36,7 +36,8 @@ class Crowd(Failover):
             self.time_s[0] += LATE_AFTER_S
             self.cluster.tick()
             for name, running in (("b", 0), ("a", 9)):
-                self.cluster.heartbeat(ReplicaStatus(name, 1000, 1000, running=running), [])
+                # a report that comes late tells nothing
+                self.cluster.heartbeat(ReplicaStatus(name, 1000, 1000, running=running), SessionReport(0, 0))
         for rig in self.rigs:
             await rig.host.heartbeat()
 
