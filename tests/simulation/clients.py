@@ -17,13 +17,13 @@ from tests.simulation.network import Party
 from tests.simulation.parties import Cluster
 from tests.simulation.records import Life
 from tests.simulation.schedule import Close, Fork, Op, Open, Turn
-from tests.simulation.truth import Asked, Truth
+from tests.simulation.truth import Asked, AskedToRewind, Truth
 
 MOST_TRIES = 8
 PAUSE_S = 0.3
 RETRIED_STATUSES = frozenset({409, 429, 503})
 NEVER_TOLD = frozenset({"idempotency_conflict"})
-"""Errors that must not occur. No client here uses a key for two requests."""
+"""Errors that must not occur, but for turns that a rewind has cut. No client here uses a key for two requests."""
 LOG_AWAY = frozenset({"store_unavailable", "controller_unavailable"})
 PROBE = Turn(think_s=0.0, new_tokens=1, most=2)
 GREEDY = SamplingParams(temperature=0.0)
@@ -127,15 +127,11 @@ class Clients:
                 await self._ask("web.open_session", session_id)
 
     async def _turn(self, session_id: str, op: Turn) -> Answer:
+        if not op.stateless:
+            await self._go_back(session_id, op)
         life = None if op.stateless else self._store.living.get(session_id)
-        length = 0 if life is None else len(life.history())
-        rewind_to = None if op.rewind is None or life is None else int(op.rewind * length)
-        if length + op.new_tokens + op.most + 2 > self._limit:
-            rewind_to = length // 8
         tokens = tuple(self._random.randrange(1, VOCAB_SIZE) for _ in range(op.new_tokens))
-        asked = self._truth.ask(
-            None if op.stateless else session_id, tokens, op.most, rewind_to, life, keyed=op.keyed
-        )
+        asked = self._truth.ask(None if op.stateless else session_id, tokens, op.most, life, keyed=op.keyed)
         call, answer = self._call(asked, op), Answer()
         for _ in range(MOST_TRIES if op.keyed else 1):
             answer = await self._try(asked, call, op)
@@ -146,11 +142,37 @@ class Clients:
         self._truth.give_up(asked)
         return answer
 
+    async def _go_back(self, session_id: str, op: Turn) -> None:
+        """Rewinds the session if the turn is to begin further back, or would have no room."""
+        for _ in range(MOST_TRIES):
+            life = self._store.living.get(session_id)
+            length = 0 if life is None else len(life.history())
+            full = length + op.new_tokens + op.most + 2 > self._limit
+            if life is None or (op.rewind is None and not full):
+                return
+            kept_len = length // 8 if full or op.rewind is None else int(op.rewind * length)
+            asked = self._truth.ask_to_rewind(session_id, kept_len)
+            answer = await self._ask("web.rewind", session_id, kept_len)
+            self._check_rewind(asked, answer)
+            again = answer is None or (isinstance(answer, ErrorInfo) and answer.status in RETRIED_STATUSES)
+            if not again:
+                return
+            await asyncio.sleep(PAUSE_S)
+
+    def _check_rewind(self, asked: AskedToRewind, answer: object) -> None:
+        if answer is True:
+            self._truth.rewound(asked)
+        failed = answer is None or (isinstance(answer, ErrorInfo) and answer.status >= 500)
+        if self._undisturbed and failed and not self._truth.closed_beside(asked):
+            self._truth.wrong(f"{asked}: a planned change, and a client sees {answer}")
+        if isinstance(answer, ErrorInfo) and answer.code in NEVER_TOLD:
+            self._truth.wrong(f"{asked}: {answer}")
+
     def _call(self, asked: Asked, op: Turn) -> TurnCall:
         session = None
         if asked.session_id is not None:
             key = f"key-{asked.number}" if op.keyed else None
-            session = SessionTurn(asked.session_id, asked.rewind_to, key)
+            session = SessionTurn(asked.session_id, idempotency_key=key)
         return TurnCall(
             request_id=f"q{asked.number}",
             prompt=TokenPrompt(asked.tokens),
@@ -213,7 +235,8 @@ class Clients:
         if answer.error is None:
             return
         finished = answer.tokens and answer.tokens == self._truth.right(asked, life, answer.turn_index)
-        if answer.error.status == 500 or answer.error.code in NEVER_TOLD:
+        cut = answer.error.code in NEVER_TOLD and self._truth.was_cut(asked)
+        if answer.error.status == 500 or (answer.error.code in NEVER_TOLD and not cut):
             self._truth.wrong(f"number {asked.number}: {answer.error}")
         elif finished and answer.error.code in LOG_AWAY:
             self._truth.wrong(f"number {asked.number}: all of it was told, then {answer.error}")

@@ -25,7 +25,6 @@ class Asked:
     session_id: str | None
     tokens: tuple[int, ...]
     most: int
-    rewind_to: int | None
     life: Life | None
     keyed: bool
     asked_s: float
@@ -35,6 +34,17 @@ class Asked:
     lives: list[Life] = field(default_factory=list)
     committed_s: list[float] = field(default_factory=list)
     done: bool = False
+
+
+@dataclass(slots=True)
+class AskedToRewind:
+    """A rewind that a client has asked for once. It may happen at any time after that, once in each session of the
+    name. `lives` are those in which it was committed."""
+
+    session_id: str
+    length: int
+    asked_s: float
+    lives: list[Life] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -53,6 +63,7 @@ class Truth(LogListener):
         self.violations: list[str] = []
         self._clock = clock
         self._closes: list[AskedToClose] = []
+        self._rewinds: list[AskedToRewind] = []
         self._closed: dict[str | None, list[Life]] = {}
         self._asked: dict[int, Asked] = {}
         self.turns = 0
@@ -65,13 +76,12 @@ class Truth(LogListener):
         session_id: str | None,
         tokens: tuple[int, ...],
         most: int,
-        rewind_to: int | None,
         life: Life | None,
         *,
         keyed: bool = False,
     ) -> Asked:
         number = len(self._asked) + 1
-        asked = Asked(number, session_id, (number, *tokens), most, rewind_to, life, keyed, self._clock())
+        asked = Asked(number, session_id, (number, *tokens), most, life, keyed, self._clock())
         self._asked[number] = asked
         return asked
 
@@ -79,12 +89,21 @@ class Truth(LogListener):
         self._closes.append(AskedToClose(session_id))
         return self._closes[-1]
 
+    def ask_to_rewind(self, session_id: str, length: int) -> AskedToRewind:
+        self._rewinds.append(AskedToRewind(session_id, length, self._clock()))
+        return self._rewinds[-1]
+
+    def rewound(self, asked: AskedToRewind) -> None:
+        """A client was told that the session is rewound."""
+        if not asked.lives:
+            self.wrong(f"{asked}: told as done, and not in the log")
+
     def answered(self, close: AskedToClose) -> None:
         close.answered_s = self._clock()
 
-    def closed_beside(self, asked: Asked) -> bool:
-        """Whether the session was asked to close while the client asked for the turn. Then the turn may be lost with
-        it."""
+    def closed_beside(self, asked: Asked | AskedToRewind) -> bool:
+        """Whether the session was asked to close while the client asked for the turn or the rewind. Then it may be lost
+        with it."""
         return any(
             each.session_id == asked.session_id
             and (each.answered_s is None or each.answered_s >= asked.asked_s)
@@ -112,6 +131,9 @@ class Truth(LogListener):
 
     def committed(self, life: Life, turn: Committed) -> None:
         """The log has taken a turn. Checks it."""
+        if not turn.input and not turn.output:
+            self._committed_rewind(life, turn)
+            return
         asked = self._asked.get(turn.input[0]) if turn.input else None
         name = f"turn {turn.turn_index} of {life.session_id}"
         if asked is None or asked.session_id != life.session_id or asked.tokens != turn.input:
@@ -125,12 +147,28 @@ class Truth(LogListener):
         asked.committed.append(turn)
         asked.lives.append(life)
         asked.committed_s.append(self._clock())
-        if asked.rewind_to is None and turn.rewound:
+        if turn.rewound:
             self.wrong(f"{name}: rewound, and nobody asked for it")
-        if asked.rewind_to is not None and len(turn.before) != asked.rewind_to:
-            self.wrong(f"{name}: rewound to {len(turn.before)}, not to {asked.rewind_to}")
         if turn.output != expected((*turn.before, *turn.input), asked.most):
             self.wrong(f"{name}: committed {turn.output}, which does not follow from its history")
+
+    def _committed_rewind(self, life: Life, turn: Committed) -> None:
+        for asked in reversed(self._rewinds):  # of tries alike, an earlier one may have been refused
+            alike = (asked.session_id, asked.length) == (life.session_id, len(turn.before))
+            if alike and all(each is not life for each in asked.lives):
+                asked.lives.append(life)
+                return
+        self.wrong(
+            f"turn {turn.turn_index} of {life.session_id}: rewound to {len(turn.before)}, not as asked for"
+        )
+
+    def was_cut(self, asked: Asked) -> bool:
+        """Whether a rewind has cut the turn since it was committed. Its answer is then not told again."""
+        return any(
+            len(later.before) < len(turn.after)
+            for life, turn in zip(asked.lives, asked.committed, strict=True)
+            for later in life.turns[turn.turn_index + 1 :]
+        )
 
     def _asks_anew(self, asked: Asked, life: Life, turn: Committed, committed_s: float) -> bool:
         """Whether a second commit of the turn is right: the client has asked again since the first commit, and the
@@ -139,10 +177,14 @@ class Truth(LogListener):
         anybody heard of the turn, its front end may ask again too. Then it is as if the turn had come after the
         close."""
         later = [each for each in life.turns[turn.turn_index + 1 :] if each.input != asked.tokens]
-        alike = [each for each in later if self._asked[each.input[0]].keyed == asked.keyed]
+        alike = [each for each in later if self._is_keyed(each) == asked.keyed]
         forgotten = life.closed_s is not None or len(alike) >= KEPT_ANSWERS
         unheard = life.closed_s is not None and not asked.done
         return forgotten and (unheard or committed_s < asked.tried_s)
+
+    def _is_keyed(self, turn: Committed) -> bool:
+        """Whether its client named a key. Front ends give rewinds keys of their own."""
+        return bool(turn.input) and self._asked[turn.input[0]].keyed
 
     def right(self, asked: Asked, life: Life | None, turn_index: int | None) -> tuple[int, ...] | None:
         """The whole output of the turn, if it is turn `turn_index` of that life. None if that is not known."""
@@ -153,8 +195,7 @@ class Truth(LogListener):
         return self._answer(asked, life, turn_index)
 
     def _answer(self, asked: Asked, life: Life, turn_index: int | None) -> tuple[int, ...]:
-        before = life.history(turn_index)[: asked.rewind_to]
-        return expected((*before, *asked.tokens), asked.most)
+        return expected((*life.history(turn_index), *asked.tokens), asked.most)
 
     def told(
         self,

@@ -37,6 +37,13 @@ class Web:
         except ServiceError as error:
             return error.info
 
+    async def rewind(self, session_id: str, length: int) -> bool | ErrorInfo:
+        try:
+            await self._service.rewind_session(session_id, length, tenant="")
+        except ServiceError as error:
+            return error.info
+        return True
+
     async def close(self, session_id: str) -> bool | ErrorInfo:
         try:
             return await self._service.close_session(session_id, tenant="")
