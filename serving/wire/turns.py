@@ -91,7 +91,8 @@ Fallback = Literal["elsewhere", "unnamed"]
 
 
 class SessionTurn(msgspec.Struct, frozen=True):
-    """The session a call belongs to. `rewind_to` first cuts the committed history to that many tokens.
+    """The session a call belongs to. `rewind_to` first cuts the committed history to that many tokens. Only older front
+    ends set it: others send RewindSession before the turn.
 
     With `create`, the turn opens a session that does not exist; otherwise it is refused (404). `retries` is how often
     the client has sent this turn before (None: it does not count). `open_key` means the session that was opened with

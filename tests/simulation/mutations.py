@@ -30,10 +30,12 @@ from controllers.records import LedgerEntry, SessionRecord, StoredResult, TurnRe
 from controllers.session import SessionController
 from controllers.turns import Turn
 from serving.front.turn_progress import TurnProgress
+from serving.replica.empty_turns import EmptyTurns
 from serving.replica.ending_turns import EndingTurns
 from serving.replica.session_host import SessionHost
 from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_runner import TurnRunner
+from serving.wire.calls import RewindSession
 from serving.wire.channel import Channel
 from serving.wire.turns import ResumedTurn, TurnCall
 from tests.simulation.detector_mutations import DETECTOR_MUTATIONS
@@ -263,6 +265,15 @@ def _abandoned_turns_stay() -> Patches:
     ]
 
 
+def _rewinds_are_told_early() -> Patches:
+    """A rewind is told as done before the log has it."""
+
+    async def rewind(self: EmptyTurns, call: RewindSession) -> None:
+        self._host._tasks.start(self._run(call, rewind_to=call.length))
+
+    return [patch.object(EmptyTurns, "rewind", rewind)]
+
+
 def _epochs_begin_anew() -> Patches:
     """A session that is opened under the name of a closed one begins at the first epoch."""
     return [patch.object(controllers.sqlite_store, "_epoch_floor", lambda _: 0)]
@@ -295,6 +306,7 @@ MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyType(
         "nobody looks at who commits": _ledger_fences_nothing,
         "the log takes an old turn for a repetition": _log_fences_nothing,
         "turns of a session overlap": _turns_overlap,
+        "rewinds are told before the log has them": _rewinds_are_told_early,
         "keys are not looked up": _keys_are_not_looked_up,
         "keys do not move with a session": _keys_do_not_move,
         "keys are remembered before the log has them": _keys_are_remembered_before_the_log,
