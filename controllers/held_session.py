@@ -61,10 +61,10 @@ def check_line(session_id: str, session: HeldSession) -> None:
         )
 
 
-def replay(session_id: str, stored: StoredResult, digest: str | None) -> Replay:
+def replay(stored: StoredResult, digest: str | None) -> Replay:
     if digest is not None and stored.digest is not None and digest != stored.digest:
         raise IdempotencyConflict(f"key {stored.idempotency_key!r} was used for a different request")
-    return Replay(session_id, stored.turn_index, stored.result)
+    return Replay(stored.turn_index, stored.result)
 
 
 def forget_cut_answers(session: HeldSession, length: int) -> None:

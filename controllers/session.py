@@ -139,7 +139,7 @@ class SessionController:
         """
         session = self._at_epoch(session_id, epoch)
         if idempotency_key is not None and idempotency_key in session.results:
-            return replay(session_id, session.results[idempotency_key], digest)
+            return replay(session.results[idempotency_key], digest)
         check_free(session_id, session, idempotency_key)
         check_line(session_id, session)
         if expected_turn not in (None, session.turns):
@@ -213,7 +213,7 @@ class SessionController:
         history_len = committed_len if length is None else length
         if not 0 <= history_len <= committed_len:
             raise InvalidFork(f"cannot fork at {history_len}: committed history has {committed_len} tokens")
-        session.turn = fork = Fork(session_id, epoch, session.chain.tokens, history_len, session.chain)
+        session.turn = fork = Fork(session_id, session.chain.tokens, history_len, session.chain)
         self._changed.add(session_id)
         return fork
 

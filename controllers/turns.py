@@ -42,7 +42,6 @@ class Fork:
     """
 
     session_id: str
-    epoch: int
     history: Sequence[int]
     history_len: int
     chain: HistoryChain
@@ -52,6 +51,5 @@ class Fork:
 class Replay:
     """A turn that ran before. `result` is its answer; empty if it had none, or if it was deleted."""
 
-    session_id: str
     turn_index: int
     result: bytes

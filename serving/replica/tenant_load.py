@@ -65,8 +65,3 @@ class TenantLoad:
         use.turns -= 1
         if not use.turns:
             del self._uses[tenant]
-
-    @property
-    def num_tenants(self) -> int:
-        """How many tenants have requests in the engine."""
-        return len(self._uses)

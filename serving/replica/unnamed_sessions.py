@@ -47,11 +47,6 @@ class UnnamedSessions:
         """Also true for a session whose first turn is in flight."""
         return self._sessions.epoch(session_id) is not None
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all conversations together."""
-        return self._num_tokens
-
     def begin(self, call: TurnCall) -> Turn | None:
         """Begins a turn of the conversation that the call continues, or of a new one. None if the call has a session,
         is not a chat that can be recognized, or wants log-probabilities of its input."""

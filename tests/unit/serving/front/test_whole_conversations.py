@@ -279,9 +279,9 @@ async def test_nothing_stays_of_unnamed_conversations_that_are_forgotten(tmp_pat
         for turn in range(3):
             messages += [answer(await ask(client, messages)), user(f"more {turn}")]
         unnamed = service.rig.unnamed
-        assert (len(unnamed), unnamed.num_tokens > 0) == (1, True)
+        assert (len(unnamed), unnamed._num_tokens > 0) == (1, True)
         unnamed.forget_all()
-        assert (len(unnamed), unnamed.num_tokens, len(unnamed._by_digest)) == (0, 0, 0)
+        assert (len(unnamed), unnamed._num_tokens, len(unnamed._by_digest)) == (0, 0, 0)
         assert await service.flush()
         await service.rig.books_are_empty()
         await ask(client, messages)
