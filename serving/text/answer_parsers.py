@@ -68,6 +68,10 @@ class _InTurn:
             pieces += self._read(parser.flush(), self._parsers[place + 1 :])
         return pieces
 
+    @property
+    def is_broken_off(self) -> bool:
+        return any(parser.is_broken_off for parser in self._parsers)
+
     @staticmethod
     def _read(pieces: list[Piece], parsers: list[AnswerParser]) -> list[Piece]:
         for parser in parsers:

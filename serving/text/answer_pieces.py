@@ -38,6 +38,10 @@ class AnswerParser(Protocol):
     def flush(self) -> list[Piece]:
         """The answer has ended: returns the remaining pieces."""
 
+    @property
+    def is_broken_off(self) -> bool:
+        """Whether a call of the answer has ended before its arguments had. To be read after `flush`."""
+
 
 def overlap(text: AnyStr, words: Iterable[AnyStr]) -> int:
     """How many characters (or bytes) at the end of the text may be the beginning of one of the words: the longest such

@@ -31,6 +31,11 @@ class StateParser(ABC):
     def flush(self) -> list[Piece]:
         """The answer has ended: returns the remaining pieces."""
 
+    @property
+    @abstractmethod
+    def is_broken_off(self) -> bool:
+        """See AnswerParser."""
+
     def _take(self) -> list[Piece]:
         pieces, self._pieces = self._pieces, []
         return pieces

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from serving.text.answer_pieces import CallPiece, Piece, Thought, overlap
 from serving.text.reasoning.formats import HARMONY_TOKENS
 from serving.text.state_parser import SPACE, StateParser
+from serving.text.tool_calls.json_extent import JsonExtent
 
 _GAP = f"[{SPACE}]*"
 _HEADER = re.compile(
@@ -51,6 +52,12 @@ class HarmonyParser(StateParser):
         super().__init__(self._between)
         self._reads_calls = reads_calls
         self._num_calls = 0
+        self._extent = JsonExtent()
+        """Of the arguments of the latest call."""
+        self._in_arguments = False
+        """The latest call's arguments have not ended."""
+        self._broken_off = False
+        """A call before the latest has ended before its arguments had."""
         self._told: set[str] = set()
         """Kinds of messages that there have been."""
         self._tell: Callable[[str], None] = self._say
@@ -65,6 +72,10 @@ class HarmonyParser(StateParser):
             self._say(rest)
         return self._take()
 
+    @property
+    def is_broken_off(self) -> bool:
+        return self._broken_off or self._in_arguments
+
     def _say(self, text: str) -> None:
         if text:
             self._pieces.append(text)
@@ -76,6 +87,7 @@ class HarmonyParser(StateParser):
     def _argue(self, text: str) -> None:
         if text:
             self._pieces.append(CallPiece(self._num_calls - 1, None, text))
+            self._in_arguments = self._in_arguments and self._extent.end(text) is None
 
     def _between(self) -> bool:
         """A header, or text without one."""
@@ -107,6 +119,8 @@ class HarmonyParser(StateParser):
         if recipient and recipient[1].startswith(_FUNCTIONS) and name and self._reads_calls:
             self._pieces.append(CallPiece(self._num_calls, name, ""))
             self._num_calls += 1
+            self._broken_off = self.is_broken_off
+            self._in_arguments, self._extent = True, JsonExtent()
             self._tell, self._shows_marks = self._argue, False
         elif recipient and recipient[1].startswith(_FUNCTIONS):
             self._begin_content(header)

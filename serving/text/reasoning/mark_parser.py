@@ -32,6 +32,11 @@ class MarkParser(StateParser):
             self._pieces.append(rest)
         return self._take()
 
+    @property
+    def is_broken_off(self) -> bool:
+        """There are no calls."""
+        return False
+
     def _think(self, text: str) -> None:
         if text:
             self._pieces.append(Thought(text))

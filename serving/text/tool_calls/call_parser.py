@@ -27,6 +27,8 @@ class CallParser(StateParser):
         """Of the current call, returned by name so far."""
         self._behind_call = False
         """A call has begun, and no content has followed it."""
+        self._in_arguments = False
+        """A call has begun, and its arguments have not ended."""
 
     def flush(self) -> list[Piece]:
         rest = f"{self._held}{self._unread}"
@@ -34,6 +36,10 @@ class CallParser(StateParser):
             self._say(rest)
         self._held = self._unread = ""
         return self._take()
+
+    @property
+    def is_broken_off(self) -> bool:
+        return self._in_arguments
 
     @abstractmethod
     def _is_of_calls(self, rest: str) -> bool:
@@ -76,6 +82,11 @@ class CallParser(StateParser):
     def _begin_call(self, name: str, arguments: str = "", call_id: str | None = None) -> None:
         self._pieces.append(CallPiece(self._num_calls, name, arguments, call_id))
         self._held, self._num_arguments, self._behind_call = "", 0, True
+        self._in_arguments = True
+
+    def _end_arguments(self) -> None:
+        self._num_calls += 1
+        self._in_arguments = False
 
     def _argue(self, text: str) -> None:
         if text:
@@ -88,4 +99,4 @@ class CallParser(StateParser):
 
     def _end_named_arguments(self) -> None:
         self._argue("}" if self._num_arguments else "{}")
-        self._num_calls += 1
+        self._end_arguments()

@@ -93,7 +93,7 @@ class JsonCallParser(CallParser):
             return self._leave()
         self._begin_call(*call)
         self._in_group = True
-        self._num_calls += 1
+        self._end_arguments()
         self._state = self._around
         return True
 
@@ -102,7 +102,7 @@ class JsonCallParser(CallParser):
         self._argue(self._read(end))
         if end is None:
             return False
-        self._num_calls += 1
+        self._end_arguments()
         self._state = self._behind_arguments
         return True
 

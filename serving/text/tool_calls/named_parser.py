@@ -108,7 +108,7 @@ class NamedCallParser(CallParser):
         self._argue(self._read(end))
         if end is None:
             return False
-        self._num_calls += 1
+        self._end_arguments()
         self._state = self._behind_arguments
         return True
 

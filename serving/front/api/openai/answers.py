@@ -158,10 +158,16 @@ class AnswerReader:
         calls, schemas = (None, {}) if self._tools is None else (self._tools.format_name, self._tools.schemas)
         return answer_parser(calls, schemas, self._reasoning, inside=output.in_thought)
 
+    @property
+    def is_broken_off(self) -> bool:
+        """Whether the model broke off one of the choice's calls. To be read after the choice's last part."""
+        return self._parser is not None and self._parser.is_broken_off
+
     def finish(self, output: TurnEvent | TurnResult) -> TurnFinish | None:
-        """How the choice ended. To be called after `read`: a stop after calls becomes "tool_calls"."""
+        """How the choice ended. To be called after `read`: a stop after calls becomes "tool_calls". If a call was
+        broken off it stays a stop, because clients run the calls of an answer that ends with "tool_calls"."""
         finish = output.finish
-        if finish is None or finish.reason != "stop" or not self._has_calls:
+        if finish is None or finish.reason != "stop" or not self._has_calls or self.is_broken_off:
             return finish
         return replace(finish, reason="tool_calls")
 

@@ -71,6 +71,11 @@ class OutputItems:
             yield from self._in("message", None, None) if self._open is None else ()
         yield from self.end(status)
 
+    def end_call(self, status: Status) -> Iterator[Event]:
+        """Ends the item that is open, if it is a call."""
+        if self._told is not None and self._told[0] == "call":
+            yield from self.end(status)
+
     def end(self, status: Status) -> Iterator[Event]:
         """Ends the item that is open, if one is."""
         if self._open is None:

@@ -102,12 +102,12 @@ async def test_a_stream_has_id_and_name_first_then_arguments() -> None:
 @pytest.mark.parametrize(
     ("finish", "reason"),
     [
-        (TurnFinish("stop", 2), "tool_calls"),
+        (TurnFinish("stop", 2), "stop"),
         (TurnFinish("length"), "length"),
         (TurnFinish("abort"), "abort"),
     ],
 )
-async def test_how_an_answer_with_calls_ends(finish: TurnFinish, reason: str) -> None:
+async def test_how_an_answer_ends_within_a_call(finish: TurnFinish, reason: str) -> None:
     cut_off = WEATHER.partition("rn")[0]
     choice = await answer(TellingService(cut_off, finish=finish))
     assert choice["finish_reason"] == reason
