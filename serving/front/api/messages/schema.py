@@ -103,7 +103,11 @@ class PromptBody(StrictBody):
     system: Text | None = None
     tools: AnthropicTools | None = None
     tool_choice: AnthropicToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: Thinking | None = Field(
+        None,
+        description="The chat template gets it as `enable_thinking` and `thinking`. Without this field both are "
+        "false. A template without such a switch thinks as it always does.",
+    )
     output_config: OutputConfig | None = None
     output_format: JsonOutput | None = Field(
         None, description="The same as output_config.format. Send only one of them."
@@ -122,11 +126,10 @@ class PromptBody(StrictBody):
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """What the chat template gets beside the messages. Templates use one name or the other for whether to think."""
-        kwargs: dict[str, Any] = {}
-        if self.thinking is not None:
-            thinks = self.thinking.type != "disabled"
-            kwargs = {"enable_thinking": thinks, "thinking": thinks}
+        """What the chat template gets beside the messages. Templates use one name or the other for whether to think.
+        Clients of this protocol expect thoughts only if they have asked for them."""
+        thinks = self.thinking is not None and self.thinking.type != "disabled"
+        kwargs: dict[str, Any] = {"enable_thinking": thinks, "thinking": thinks}
         if self.output_config is not None and self.output_config.effort is not None:
             kwargs["reasoning_effort"] = self.output_config.effort
         return kwargs

@@ -105,12 +105,15 @@ def test_instructions_for_one_turn_are_gone_in_the_next() -> None:
 @pytest.mark.parametrize(
     ("fields", "kwargs"),
     [
-        ({}, {}),
+        ({}, {"enable_thinking": False, "thinking": False}),
         ({"thinking": {"type": "adaptive"}}, {"enable_thinking": True, "thinking": True}),
         ({"thinking": {"type": "between_tools"}}, {"enable_thinking": True, "thinking": True}),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, {"enable_thinking": True, "thinking": True}),
         ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
-        ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
+        (
+            {"output_config": {"effort": "high"}},
+            {"enable_thinking": False, "thinking": False, "reasoning_effort": "high"},
+        ),
     ],
 )
 def test_thinking_is_for_the_template(fields: dict[str, Any], kwargs: dict[str, Any]) -> None:

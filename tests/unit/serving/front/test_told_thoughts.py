@@ -17,10 +17,14 @@ from serving.wire.turns import ChatPrompt
 from tests.unit.serving.front.test_tool_answers import CHAT, TOOL, WEATHER, TellingService
 from tests.unit.serving.local_service import MODEL, LocalService, http_server
 from tests.unit.serving.replica_rig import running_rig
-from tests.unit.serving.small_tokenizer import byte_level_tokenizer
+from tests.unit.serving.small_tokenizer import CHATML, byte_level_tokenizer
 from tests.unit.serving.text.test_thoughts import OPENS
 
 THOUGHT, SAID = "The dog, I know.", "Rex."
+SWITCHED = CHATML + (
+    "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+    "<think>\n\n</think>\n\n{% endif %}"
+)
 WORDS = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"
 """The words of a model that begins to think by itself."""
 
@@ -152,3 +156,24 @@ async def test_a_thought_that_the_prompt_has_begun_is_one(tmp_path: Path) -> Non
             again = await client.responses.retrieve(stored.id)
             assert [item.type for item in again.output] == ["reasoning"]
             assert again.output == stored.output
+
+
+async def test_messages_think_only_if_they_are_asked_to(tmp_path: Path) -> None:
+    """A template like Qwen3's. The numbers of tokens show whether it closed the thought."""
+    text = TextProcessor(byte_level_tokenizer(SWITCHED), vocab_size=1000, max_context_len=512)
+    async with running_rig(tmp_path, text=text) as rig:
+        service = LocalService(rig)
+        async with (
+            http_server(create_http_app(lambda: service)) as url,
+            anthropic.AsyncAnthropic(base_url=url, api_key="none") as client,
+        ):
+
+            async def num_tokens(**fields: Any) -> int:
+                usage = (await client.messages.create(**chat(max_tokens=1, **fields))).usage
+                counted = await client.messages.count_tokens(**chat(**fields))
+                assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+                return counted.input_tokens
+
+            unasked = await num_tokens()
+            assert unasked == await num_tokens(thinking={"type": "disabled"})
+            assert unasked > await num_tokens(thinking={"type": "adaptive"})
