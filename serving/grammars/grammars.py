@@ -15,6 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from tokenizers import Tokenizer
 
+from serving.grammars.annotations import without_annotations
 from serving.grammars.grammar_constraint import GrammarConstraint, reason_of
 from serving.grammars.strict_calls import StrictCalls, StrictCallsConstraint
 from serving.text.detokenizer import TokenBytes
@@ -67,18 +68,19 @@ class Grammars:
                 grammar = _unforced(LLMatcher.grammar_from_regex(constraint.source))
             case "json_schema":
                 check_integers(constraint.source)
-                grammar = _unforced(
-                    LLMatcher.grammar_from_json_schema(constraint.source, overrides=JSON_OPTIONS)
-                )
+                source = _only_restrictions(constraint.source)
+                grammar = _unforced(LLMatcher.grammar_from_json_schema(source, overrides=JSON_OPTIONS))
             case "tool_calls":
                 check_integers(constraint.source)
+                wanted = _restricting_calls(json.loads(constraint.source))
+                wanted["answer"] = without_annotations(wanted["answer"])
                 grammar = LLMatcher.grammar_from_lark(
-                    calls_grammar(json.loads(constraint.source), self._special_ids(), JSON_OPTIONS)
+                    calls_grammar(wanted, self._special_ids(), JSON_OPTIONS)
                 )
             case "grammar":
                 grammar = LLMatcher.grammar_from_lark(lark_of(constraint.source))
             case "strict_calls":
-                return self._strict_calls(json.loads(constraint.source))
+                return self._strict_calls(_restricting_calls(json.loads(constraint.source)))
         return self._matcher(grammar)
 
     def begin(self, grammar: LLMatcher | StrictCalls) -> GrammarConstraint | StrictCallsConstraint:
@@ -159,6 +161,26 @@ def _unforced(grammar: str) -> str:
     (made,) = json.loads(grammar)["grammars"]
     rule = made["lark_grammar"] or f"start: %json {json.dumps(made['json_schema'], ensure_ascii=False)}"
     return f"{NOTHING_FORCED}\n{rule}"
+
+
+def _only_restrictions(source: str) -> str:
+    """The schema without annotations that llguidance refuses. What is no JSON stays as it is: the compiler says what is
+    wrong."""
+    try:
+        schema = json.loads(source)
+    except json.JSONDecodeError:
+        return source
+    kept = without_annotations(schema)
+    return source if kept == schema else json.dumps(kept, ensure_ascii=False)
+
+
+def _restricting_calls(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for the functions of calls. `wanted` comes from serving/front/api/openai/tools.py."""
+    functions = [
+        {**function, "parameters": without_annotations(function["parameters"])}
+        for function in wanted["functions"]
+    ]
+    return {**wanted, "functions": functions}
 
 
 def lark_of(source: str) -> str:

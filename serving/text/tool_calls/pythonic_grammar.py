@@ -18,7 +18,7 @@ from serving.text.tool_calls.grammar_terms import GrammarTerms
 _DEFINITIONS = ("$defs", "definitions")
 _SCALARS = ("string", "integer", "number")
 _TYPES = ("null", "boolean", "string", "number", "array", "object")
-_SAYS_NOTHING = frozenset(
+SAYS_NOTHING = frozenset(
     (
         *_DEFINITIONS,
         *("$schema", "$id", "$comment", "$anchor", "title", "description", "default", "examples", "example"),
@@ -109,7 +109,7 @@ class _CallWriter:
 
     def _value(self, schema: Any, depth: int) -> str:
         """The term of a rule for values of the schema."""
-        if schema is True or (isinstance(schema, Mapping) and not set(schema) - _SAYS_NOTHING):
+        if schema is True or (isinstance(schema, Mapping) and not set(schema) - SAYS_NOTHING):
             return self._any
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             raise ValueError("a schema allows nothing" if schema is False else "a schema is too deep")
@@ -247,7 +247,7 @@ class _CallWriter:
 
 def _refuse_beside(schema: Mapping[str, Any], known: Iterable[str]) -> None:
     """Raises ValueError with the words that cannot be enforced, as the compiler of JSON schemas does."""
-    if unknown := sorted(set(schema) - _SAYS_NOTHING - set(known)):
+    if unknown := sorted(set(schema) - SAYS_NOTHING - set(known)):
         raise ValueError(f"Unimplemented keys: {json.dumps(unknown)}")
 
 
