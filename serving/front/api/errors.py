@@ -29,6 +29,15 @@ CLIENT_CLOSED_REQUEST = 499
 UNSUPPORTED = "unsupported_field"
 """Code of an error about something that is known but not served; also the type of pydantic's errors for such values."""
 
+NO_RETRY_HELPS = frozenset(
+    (
+        *("history_differs", "ambiguous_history", "turn_differs", "session_is_tree", "model_changed"),
+        *("idempotency_conflict", "settings_refused"),
+    )
+)
+"""Codes of conflicts that stay however often the same request is sent. SDKs send each request with a 409 again unless a
+header says not to."""
+
 _TOO_MANY = HTTPStatus.TOO_MANY_REQUESTS
 _ABOUT_THE_CALLER = frozenset({_TOO_MANY, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 _MAX_NAME_LEN = 120
@@ -116,7 +125,9 @@ def _in_shape(path: str, info: ErrorInfo, status: int) -> Response:
 
 
 def retry_headers(info: ErrorInfo) -> dict[str, str]:
-    """The headers that say when to try again, if that is known."""
+    """The headers that say when to try again, if that is known, or that it is of no use."""
+    if info.code in NO_RETRY_HELPS:
+        return {"x-should-retry": "false"}
     if info.retry_after_s is None:
         return {}
     return {"retry-after": str(max(1, math.ceil(info.retry_after_s)))}
