@@ -14,7 +14,7 @@ from serving.front.api.affinity import NO_AFFINITY_RULES, AffinityRules
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.browsers import NO_RULES, BrowserCallsChecked, BrowserRules
 from serving.front.api.counted import RequestMetrics, RequestsCounted
-from serving.front.api.errors import install_error_handlers
+from serving.front.api.errors import SHOULD_RETRY, install_error_handlers
 from serving.front.api.ignored_fields import IGNORED_FIELDS
 from serving.front.api.keys import KeyRing
 from serving.front.api.messages import routes as messages
@@ -118,7 +118,7 @@ def _add_outer_middleware(
             allow_origins=browser_rules.origins,
             allow_methods=("*",),
             allow_headers=("*",),
-            expose_headers=(TURN_INDEX, REPLAYED, IGNORED_FIELDS, REQUEST_ID, "retry-after"),
+            expose_headers=(TURN_INDEX, REPLAYED, IGNORED_FIELDS, REQUEST_ID, "retry-after", SHOULD_RETRY),
         )
     if metrics is not None:
         app.add_middleware(RequestsCounted, metrics=metrics)

@@ -37,6 +37,7 @@ NO_RETRY_HELPS = frozenset(
 )
 """Codes of conflicts that stay however often the same request is sent. SDKs send each request with a 409 again unless a
 header says not to."""
+SHOULD_RETRY = "x-should-retry"
 
 _TOO_MANY = HTTPStatus.TOO_MANY_REQUESTS
 _ABOUT_THE_CALLER = frozenset({_TOO_MANY, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
@@ -127,7 +128,7 @@ def _in_shape(path: str, info: ErrorInfo, status: int) -> Response:
 def retry_headers(info: ErrorInfo) -> dict[str, str]:
     """The headers that say when to try again, if that is known, or that it is of no use."""
     if info.code in NO_RETRY_HELPS:
-        return {"x-should-retry": "false"}
+        return {SHOULD_RETRY: "false"}
     if info.retry_after_s is None:
         return {}
     return {"retry-after": str(max(1, math.ceil(info.retry_after_s)))}

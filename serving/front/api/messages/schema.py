@@ -35,6 +35,7 @@ from serving.front.api.strict_json import NotSupported, StrictBody
 from serving.wire.turns import ChatPrompt, ModelInfo
 
 MAX_EDITS = 16
+_NO_EFFECT = "This field has no effect."
 
 
 class ThinkingEnabled(StrictBody):
@@ -116,9 +117,9 @@ class PromptBody(StrictBody):
     # Hints, and about the caller: without effect on the answer.
     cache_control: CacheControl | None = None
     context_management: ContextManagement | None = None
-    speed: Literal["standard", "fast"] | None = None
-    user_profile_id: str | None = None
-    workspace_id: str | None = None
+    speed: Literal["standard", "fast"] | None = Field(None, description=_NO_EFFECT)
+    user_profile_id: str | None = Field(None, description=_NO_EFFECT)
+    workspace_id: str | None = Field(None, description=_NO_EFFECT)
 
     billing_policy: NotSupported = None
     compaction: NotSupported = None
@@ -157,9 +158,9 @@ class MessagesBody(PromptBody):
     top_k: TopK | None = None
 
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
-    inference_geo: str | None = None
-    diagnostics: dict[str, Any] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = Field(None, description=_NO_EFFECT)
+    inference_geo: str | None = Field(None, description=_NO_EFFECT)
+    diagnostics: dict[str, Any] | None = Field(None, description=_NO_EFFECT)
 
     container: NotSupported = None
     fallback_credit_token: NotSupported = None

@@ -28,7 +28,7 @@ MAX_EXAMPLES = 64
 
 class AnthropicTool(StrictBody):
     """A tool that the client runs. The model sees it from the beginning, whatever `defer_loading` says.
-    `input_examples` and `allowed_callers` have no effect."""
+    `input_examples`, `allowed_callers` and `eager_input_streaming` have no effect."""
 
     type: Literal["custom"] | None = None
     name: ToolName
@@ -58,7 +58,11 @@ def _custom(tool: Any) -> Any:
 class AnthropicToolChoice(StrictBody):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool | None = None
+    disable_parallel_tool_use: bool | None = Field(
+        None,
+        description="Read where a call is required (`any`, `tool`): the answer then has one. With `auto` it has no "
+        "effect.",
+    )
 
     @model_validator(mode="after")
     def _name_of_the_tool(self) -> AnthropicToolChoice:

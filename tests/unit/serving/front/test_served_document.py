@@ -71,3 +71,23 @@ def test_answers_and_streams_are_as_documented(tmp_path: Path) -> None:
                 (content_type,) = reply.headers["content-type"]
                 assert content_type.startswith("text/event-stream") is streamed
                 case.validate_response(reply, checks=DOCUMENTED)
+
+
+WITHOUT_EFFECT = {
+    "MessagesBody": [
+        "speed",
+        "user_profile_id",
+        "workspace_id",
+        "service_tier",
+        "inference_geo",
+        "diagnostics",
+    ],
+    "CountTokensBody": ["speed", "user_profile_id", "workspace_id"],
+    "AnthropicToolChoice": ["disable_parallel_tool_use"],
+}
+
+
+def test_a_field_of_messages_without_effect_says_so(document: dict[str, Any]) -> None:
+    for name, fields in WITHOUT_EFFECT.items():
+        properties = document["components"]["schemas"][name]["properties"]
+        assert all("no effect" in properties[field].get("description", "") for field in fields)
