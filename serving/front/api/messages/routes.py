@@ -27,7 +27,7 @@ from serving.front.api.messages.schema import CountTokensBody, MessagesBody
 from serving.front.api.messages.stream import MessageEncoder
 from serving.front.api.messages.tools import tools_in_use
 from serving.front.api.openai.answers import AnswerReader, answer_fields, reads_thoughts
-from serving.front.api.openai.requests import field_names, session_turn
+from serving.front.api.openai.requests import check_no_session, field_names, session_turn
 from serving.front.api.openai.tools import ToolUse
 from serving.front.api.reply_json import json_reply, reply_json
 from serving.front.api.sse import TurnEventStream
@@ -64,7 +64,8 @@ async def create_message(
         x_stainless_retry_count,
         1,
         "messages",
-        mode=x_session_mode or "auto",
+        mode=x_session_mode,
+        unsaid_mode="auto",
         expected_turn=x_session_turn,
     )
     tools = tools_in_use(body.tools, body.tool_choice, service.model)
@@ -86,8 +87,15 @@ async def create_message(
     return response
 
 
-async def count_tokens(body: CountTokensBody, service: Service) -> dict[str, int]:
+async def count_tokens(
+    body: CountTokensBody,
+    service: Service,
+    x_session_id: SessionHeader = None,
+    x_session_mode: ModeHeader = None,
+    x_session_turn: TurnHeader = None,
+) -> dict[str, int]:
     """The tokens of the prompt as the chat template renders it, up to where the answer begins."""
+    check_no_session(x_session_id, x_session_mode, x_session_turn)
     adapter_of(body.model, service.model)
     prompt = body.prompt(tools_in_use(body.tools, body.tool_choice, service.model))
     tokenized = await service.tokenize(prompt, add_special_tokens=True, with_token_strs=False)

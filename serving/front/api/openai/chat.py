@@ -90,7 +90,8 @@ async def chat_completions(
         x_stainless_retry_count,
         body.n or 1,
         "n",
-        mode=x_session_mode or "auto",
+        mode=x_session_mode,
+        unsaid_mode="auto",
         expected_turn=x_session_turn,
     )
     reply_id = f"chatcmpl-{body.request_id or new_id('')}"

@@ -18,6 +18,7 @@ from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
     IdempotencyHeader,
+    ModeHeader,
     RetriesHeader,
     Service,
     SessionHeader,
@@ -84,6 +85,7 @@ async def completions(
     service: Service,
     tenant: Tenant,
     x_session_id: SessionHeader = None,
+    x_session_mode: ModeHeader = None,
     x_session_turn: TurnHeader = None,
     idempotency_key: IdempotencyHeader = None,
     x_stainless_retry_count: RetriesHeader = None,
@@ -91,6 +93,8 @@ async def completions(
     model_id = adapter_of(body.model, service.model) or service.model.model_id
     prompts = body.prompts()
     _check(body, prompts, service.model)
+    if x_session_mode not in (None, "append"):
+        raise refusal("x-session-mode: a prompt is added to its session: append.", "x-session-mode")
     num_calls = len(prompts) * (body.n or 1)
     session = session_turn(
         x_session_id,
@@ -98,6 +102,7 @@ async def completions(
         x_stainless_retry_count,
         num_calls,
         "n" if body.n else "prompt",
+        mode=x_session_mode,
         expected_turn=x_session_turn,
     )
     if session is not None and body.echo:

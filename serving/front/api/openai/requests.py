@@ -200,14 +200,17 @@ def session_turn(
     num_calls: int,
     param: str,
     *,
-    mode: HistoryMode = "append",
+    mode: HistoryMode | None = None,
+    unsaid_mode: HistoryMode = "append",
     expected_turn: int | None = None,
 ) -> SessionTurn | None:
     """The turn in the session that the headers name; None without a session. Then a key has no use, because a retry
-    repeats nothing. If there is a key, the count of retries has no use. Raises ServiceError."""
+    repeats nothing. If there is a key, the count of retries has no use. `unsaid_mode`: the mode if the header does not
+    say one. Raises ServiceError."""
     if session_id is None:
-        if expected_turn is not None:
-            raise refusal("x-session-turn: says nothing without x-session-id.", "x-session-turn")
+        for name, said in (("x-session-mode", mode), ("x-session-turn", expected_turn)):
+            if said is not None:
+                raise refusal(f"{name}: says nothing without x-session-id.", name)
         return None
     check_not_hidden(session_id, "x-session-id")
     if num_calls > 1:
@@ -217,5 +220,16 @@ def session_turn(
         idempotency_key=key,
         retries=retries if key is None else None,
         expected_turn=expected_turn,
-        mode=mode,
+        mode=mode or unsaid_mode,
     )
+
+
+def check_no_session(session_id: str | None, mode: HistoryMode | None, expected_turn: int | None) -> None:
+    """For counts of a prompt's tokens, which know no sessions. Raises ServiceError."""
+    headers = (("x-session-id", session_id), ("x-session-mode", mode), ("x-session-turn", expected_turn))
+    for name, said in headers:
+        if said is not None:
+            raise refusal(
+                f"{name}: only what is sent is counted, without a session's history. Send all of it, without {name}.",
+                name,
+            )

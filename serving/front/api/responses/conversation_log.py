@@ -199,6 +199,16 @@ async def begin_response(service: TurnService, body: ResponsesBody, tenant: str)
     return begun[0]
 
 
+async def said_before(service: TurnService, body: ResponsesBody, tenant: str) -> list[Json]:
+    """The items that a response goes on from and that its input does not repeat. Changes nothing. Raises
+    ServiceError."""
+    if body.conversation_id is not None:
+        return (await read_conversation(service, body.conversation_id, tenant, "conversation")).items
+    if body.previous_response_id is None:
+        return []
+    return list((await continued(service, body, tenant)).items)
+
+
 async def keep_items(service: TurnService, conversation_id: str, tenant: str) -> None:
     """Writes what the conversation's responses said into its own notes, if it still exists."""
 

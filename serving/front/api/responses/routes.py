@@ -34,6 +34,7 @@ from serving.front.api.responses.background import Background, FollowedTurn, can
 from serving.front.api.responses.continuations import Continued, begun
 from serving.front.api.responses.conversation_log import begin_response, keep_items
 from serving.front.api.responses.history import item_of, template_messages
+from serving.front.api.responses.input_tokens import count_input_tokens
 from serving.front.api.responses.item_pages import Included, ItemOrder, PageSize, PreviousItem, item_page
 from serving.front.api.responses.items import Json, canonical_items
 from serving.front.api.responses.replies import ResponseHead, ResponseReader
@@ -65,6 +66,10 @@ MOST_NUMBER = 2**53
 def routes() -> APIRouter:
     router = APIRouter(route_class=StrictJsonRoute, tags=["OpenAI"])
     router.add_api_route("/v1/responses", create_response, methods=["POST"], responses=STREAMED)
+    router.add_api_route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"])
+    router.add_api_route(
+        "/v1/responses/compact", refuse_compaction, methods=["POST"], include_in_schema=False
+    )
     router.add_api_route("/v1/responses/{response_id}", get_response, methods=["GET"], responses=STREAMED)
     router.add_api_route("/v1/responses/{response_id}", delete_response, methods=["DELETE"])
     router.add_api_route("/v1/responses/{response_id}/cancel", cancel_response, methods=["POST"])
@@ -92,7 +97,8 @@ async def create_response(
         x_stainless_retry_count,
         1,
         "input",
-        mode=x_session_mode or "auto",
+        mode=x_session_mode,
+        unsaid_mode="auto",
         expected_turn=x_session_turn,
     )
     if session is not None:
@@ -294,6 +300,15 @@ async def list_input_items(
 ) -> dict[str, Any]:
     """The items that the response's request sent."""
     return item_page(await input_items(service, response_id, tenant), limit, order, after)
+
+
+async def refuse_compaction() -> None:
+    raise refusal(
+        "Items are not made shorter here: leave out old items yourself.",
+        None,
+        status=404,
+        code="not_supported",
+    )
 
 
 async def refuse_embeddings() -> None:
