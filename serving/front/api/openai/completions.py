@@ -279,6 +279,11 @@ def _token_logprob(entry: TextLogprob) -> float | None:
 
 
 def _top_logprobs(body: CompletionBody, entry: TextLogprob) -> dict[str, float] | None:
+    """Those of the likeliest tokens, and of the token itself, which may be none of them."""
     by_id = bool(body.return_tokens_as_token_ids)
     likely = top_choices(entry, body.logprobs or 0)
-    return {token_name(text, token_id, by_id=by_id): logprob for text, token_id, logprob in likely} or None
+    told = {token_name(text, token_id, by_id=by_id): logprob for text, token_id, logprob in likely}
+    own = _token_logprob(entry)
+    if own is not None:
+        told.setdefault(token_name(entry.text, entry.token.token_id, by_id=by_id), own)
+    return told or None
