@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 from fastapi import Depends, Header
-from pydantic import Discriminator, Field, StringConstraints, Tag
-from pydantic_core import from_json
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag
+from pydantic_core import PydanticCustomError, from_json
 from starlette.requests import HTTPConnection
 
 from engine.api import (
@@ -23,7 +23,7 @@ from engine.api import (
     SamplingParams,
 )
 from serving.front.api.access import FOR_OPERATORS
-from serving.front.api.errors import refusal
+from serving.front.api.errors import UNSUPPORTED, refusal
 from serving.front.api.keys import Caller
 from serving.front.api.strict_json import StrictBody
 from serving.logs.audit_log import audit_event
@@ -37,6 +37,7 @@ MAX_BIASES = 16_384
 MAX_GRAMMAR_CHARS = 65_536
 """Longest JSON schema, regular expression or grammar: as much as can be compiled in a second or two."""
 MAX_BAD_WORDS = 1024
+_SHOWN_CHARS = 60
 _MAX_INT = 2**31 - 1
 MAX_RETRIES = 1000
 _SEED_BITS = 2**63 - 1
@@ -76,6 +77,21 @@ SchemaOrText = Annotated[
     Annotated[JsonSchema, Tag("<schema>")] | Annotated[str, Tag("<text>")], Discriminator(_schema_kind)
 ]
 AllowedTokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+
+
+def refused_kind(kind: str) -> str:
+    """Refuses the `type` of something that is not served, by name. For pydantic's validators."""
+    raise PydanticCustomError(
+        UNSUPPORTED, "{kind} is not supported here", {"kind": repr(kind[:_SHOWN_CHARS])}
+    )
+
+
+class OtherKind(StrictBody):
+    """Something that is known but not served, by its `type`. It is refused, and the error names it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Annotated[str, AfterValidator(refused_kind)]
 
 
 class DirectCaller(StrictBody):

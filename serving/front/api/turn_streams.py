@@ -37,17 +37,21 @@ class RunsTurns(Protocol):
 IndexedEvent = tuple[int, TurnEvent]
 _MAX_QUEUED_EVENTS = 64
 _FEW_MESSAGES = 256
+_LONG_PROMPT = frozenset(("prompt", "input_ids", "max_new_tokens"))
+"""Fields that are at fault if a prompt is too long: for the context, or for the KV pool with its answer."""
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)
 class TurnPlan:
     """The calls of one request, and what the protocol calls the fields that the service names in errors.
-    `message_name`: the same for a message of the prompt, by its index (None: `messages[index]`)."""
+    `message_name`: the same for a message of the prompt, by its index (None: `messages[index]`). `prompt_fields`: the
+    field of each call's prompt, if they differ."""
 
     calls: Sequence[TurnCall]
     field_names: Mapping[str, str] = field(default_factory=dict)
     message_name: Callable[[int], str] | None = None
+    prompt_fields: Sequence[str] = ()
 
     def in_its_words(self, error: ErrorInfo) -> ErrorInfo:
         """The error as the protocol says it."""
@@ -56,6 +60,12 @@ class TurnPlan:
             return replace(error, param=self.field_names.get(error.param or "", error.param))
         name = self.message_name(int(named[1]))
         return replace(error, param=name, message=error.message.replace(named[0], name, 1))
+
+    def of_call(self, index: int, error: ErrorInfo) -> ErrorInfo:
+        """The error of one of several calls. If it is about the length of the prompt, it names that call's."""
+        if not self.prompt_fields or error.param not in _LONG_PROMPT:
+            return error
+        return replace(error, param=self.prompt_fields[index])
 
     def telling_accepted(self) -> TurnPlan:
         """The same plan, whose turns tell when they are accepted."""
@@ -194,17 +204,23 @@ async def _start(
 ) -> None:
     """Starts one call after another: sending hundreds at once would block the event loop."""
     for index, call in enumerate(plan.calls):
-        feeders.append(asyncio.create_task(_feed(service, index, call, queue)))
+        feeders.append(asyncio.create_task(_feed(service, plan, index, call, queue)))
         await asyncio.sleep(0)
 
 
 async def _feed(
-    service: RunsTurns, index: int, call: TurnCall, queue: asyncio.Queue[IndexedEvent | Exception]
+    service: RunsTurns,
+    plan: TurnPlan,
+    index: int,
+    call: TurnCall,
+    queue: asyncio.Queue[IndexedEvent | Exception],
 ) -> None:
     try:
         async with service.run(call) as events:
             async for _, event in _until_finished(events):
                 await queue.put((index, event))
+    except ServiceError as error:
+        await queue.put(ServiceError(plan.of_call(index, error.info)))
     except Exception as error:  # handed to the reader of the queue
         await queue.put(error)
 

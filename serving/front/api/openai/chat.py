@@ -140,7 +140,7 @@ def _plan(
         )
         for index in range(count)
     ]
-    return TurnPlan(calls, field_names("messages", held))
+    return TurnPlan(calls, field_names("messages", held, body.asked_tokens()[1]))
 
 
 def _logprobs(body: ChatBody) -> LogprobParams | None:

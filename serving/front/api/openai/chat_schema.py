@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from serving.front.api.fields import Count, NonEmptyText, TopLogprobs
+from serving.front.api.fields import Count, NonEmptyText, OtherKind, TopLogprobs
 from serving.front.api.openai.replies import StopDetails, Usage
 from serving.front.api.openai.requests import OpenAiBody
 from serving.front.api.openai.tools_schema import (
@@ -54,8 +54,8 @@ class RefusalPart(StrictBody):
 
 
 def _kind_of_part(value: Any) -> str:
-    is_refusal = isinstance(value, dict) and value.get("type") == "refusal"
-    return "<refusal>" if is_refusal else "<text>"
+    kind = value.get("type") if isinstance(value, dict) else None
+    return f"<{kind}>" if kind in ("text", "refusal") else "<other>"
 
 
 def _kind_of_content(value: Any) -> str:
@@ -65,7 +65,9 @@ def _kind_of_content(value: Any) -> str:
 
 
 ContentPart = Annotated[
-    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[RefusalPart, Tag("<refusal>")]
+    | Annotated[OtherKind, Tag("<other>")],
     Discriminator(_kind_of_part),
 ]
 Content = Annotated[
@@ -125,7 +127,7 @@ class Message(StrictBody):
         """As chat templates expect it: text parts are joined, one per line. A null content becomes an empty text, or
         the assistant's refusal."""
         in_its_place = self.refusal if self.role == "assistant" else None
-        parts = in_its_place or [] if self.content is None else self.content
+        parts: str | list[Any] = in_its_place or [] if self.content is None else self.content
         text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
         message: dict[str, Any] = {"role": str(self.role), "content": text}
         if self.name is not None:

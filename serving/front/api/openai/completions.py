@@ -144,7 +144,8 @@ def _plan(body: CompletionBody, prompts: Prompts, reply_id: str, turn_fields: di
         )
         for index, (prompt, choice) in enumerate(product(prompts, choices))
     ]
-    return TurnPlan(calls, field_names("prompt", held))
+    several = [f"prompt[{index // len(choices)}]" for index in range(len(calls))] if len(prompts) > 1 else ()
+    return TurnPlan(calls, field_names("prompt", held), prompt_fields=several)
 
 
 def _logprobs(body: CompletionBody, prompt: TextPrompt | TokenPrompt) -> LogprobParams | None:

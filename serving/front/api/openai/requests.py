@@ -89,12 +89,15 @@ class SharedFields(StrictBody):
         )
 
 
-def field_names(prompt_field: str, held: HeldAnswer | None) -> dict[str, str]:
-    """The names that these protocols have for the fields that the engine and the replica name in their errors."""
+def field_names(
+    prompt_field: str, held: HeldAnswer | None, tokens_field: str = "max_tokens"
+) -> dict[str, str]:
+    """The names that these protocols have for the fields that the engine and the replica name in their errors.
+    `tokens_field` is the field that says how long the answer may be."""
     return {
         "prompt": prompt_field,
         "input_ids": prompt_field,
-        "max_new_tokens": "max_tokens",
+        "max_new_tokens": tokens_field,
         "session_id": "x-session-id",
         "idempotency_key": "idempotency-key",
         "tool_calls": "tools",

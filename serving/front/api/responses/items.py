@@ -8,35 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
 
-from serving.front.api.errors import UNSUPPORTED
-from serving.front.api.fields import DirectCaller, NonEmptyText
+from serving.front.api.fields import DirectCaller, NonEmptyText, OtherKind, refused_kind
 from serving.front.api.strict_json import NotSupported, StrictBody
 
 MAX_ITEMS = 16_384
 MAX_PARTS = 1024
-_SHOWN_CHARS = 60
 
 Json = dict[str, Any]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
-
-
-def _refused_kind(kind: str) -> str:
-    raise PydanticCustomError(
-        UNSUPPORTED, "{kind} is not supported here", {"kind": repr(kind[:_SHOWN_CHARS])}
-    )
-
-
-UnknownKind = Annotated[str, AfterValidator(_refused_kind)]
-"""The `type` of something that is not served. It is refused, and the error names it."""
-
-
-class OtherKind(StrictBody):
-    model_config = ConfigDict(extra="ignore")
-
-    type: UnknownKind
 
 
 class TextOfItem(StrictBody):
@@ -258,7 +239,7 @@ class Reference(StrictBody):
     @field_validator("type")
     @classmethod
     def _refused(cls, _kind: str | None, _info: ValidationInfo) -> str:
-        return _refused_kind("item_reference")
+        return refused_kind("item_reference")
 
 
 Item = Annotated[

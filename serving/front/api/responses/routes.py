@@ -231,7 +231,7 @@ def _plan(
         adapter=adapter_of(body.model, model),
         **held_to,
     )
-    names = field_names("input", body.held()) | {"max_new_tokens": "max_output_tokens", "messages": "input"}
+    names = field_names("input", body.held(), "max_output_tokens") | {"messages": "input"}
     if body.is_stored:
         names["session_id"] = "previous_response_id"
     return TurnPlan([call], names)

@@ -12,6 +12,7 @@ from serving.front.api.fields import (
     Count,
     JsonSchema,
     Name,
+    OtherKind,
     TopLogprobs,
     most_tokens,
     schema_constraint,
@@ -57,8 +58,22 @@ class JsonFormat(StrictBody):
     strict: bool | None = None
 
 
+def _kind_of_format(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return f"<{kind}>" if kind in ("text", "json_object", "json_schema") else "<other>"
+
+
+TextFormat = Annotated[
+    Annotated[PlainText, Tag("<text>")]
+    | Annotated[JsonObject, Tag("<json_object>")]
+    | Annotated[JsonFormat, Tag("<json_schema>")]
+    | Annotated[OtherKind, Tag("<other>")],
+    Discriminator(_kind_of_format),
+]
+
+
 class TextConfig(StrictBody):
-    format: Annotated[PlainText | JsonObject | JsonFormat, Discriminator("type")] | None = None
+    format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="This field has no effect.")
 
     def held(self) -> HeldAnswer | None:
