@@ -269,8 +269,10 @@ def test_after_a_restart_owners_that_stay_away_are_replaced(world: World) -> Non
 
 
 def moves_and_unheard_owners(world: World) -> tuple[float, float]:
-    figures = world.cluster.stats()
-    return figures["transfers_total"], figures["unheard_owners_total"]
+    return (
+        measured(world.cluster, "ownership_transfers"),
+        measured(world.cluster, "ownership_unheard_owners"),
+    )
 
 
 @pytest.mark.parametrize("asked_early", [False, True])

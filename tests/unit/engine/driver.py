@@ -287,8 +287,9 @@ class Driver:
         if self.cache.num_sessions == 0:
             assert self.allocator.num_free == self.allocator.num_pages
             assert self.window is None or self.window.num_free == self.window.num_pages
-            host, disk = self.cache.tiers.accounts()
-            copying = self.runner._copies or self.runner._disk_copies
+            tiers = self.cache.tiers
+            host, disk = tiers.accounts()
+            copying = tiers._copies or tiers._write is not None
             assert host.used_bytes == disk.used_bytes == 0 or copying
 
     def _fail(self, batch: ScheduledBatch, error: EngineError) -> None:

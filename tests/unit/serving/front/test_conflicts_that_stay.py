@@ -99,6 +99,6 @@ async def test_a_turn_in_flight_is_tried_again(scene: Scene, sdk: str) -> None:
 @pytest.mark.parametrize("code", [code for code, status in STATUS_BY_CODE.items() if status == 409])
 def test_only_what_stays_says_so(code: str) -> None:
     passing = {"session_busy", "turn_in_flight", "turn_not_in_flight", "session_closing", "stale_epoch"}
-    headers = error_response("/v1/responses", ErrorInfo(409, code, "no")).headers
+    headers = error_response({"path": "/v1/responses"}, ErrorInfo(409, code, "no")).headers
     assert (headers.get("x-should-retry") == "false") == (code in NO_RETRY_HELPS)
     assert (code in NO_RETRY_HELPS) == (code not in passing | {"session_moved"})
