@@ -8,7 +8,7 @@ from functools import cache
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from serving.front.api import admin, console, tokenization, watching
+from serving.front.api import admin, console, watching
 from serving.front.api.access import CallersKnown
 from serving.front.api.affinity import NO_AFFINITY_RULES, AffinityRules
 from serving.front.api.body_limits import BodyLimits
@@ -18,7 +18,7 @@ from serving.front.api.errors import SHOULD_RETRY, install_error_handlers
 from serving.front.api.ignored_fields import IGNORED_FIELDS
 from serving.front.api.keys import KeyRing
 from serving.front.api.messages import routes as messages
-from serving.front.api.openai import chat, completions, models
+from serving.front.api.openai import chat, completions, models, tokenization
 from serving.front.api.responses import conversations, websocket
 from serving.front.api.responses import routes as responses
 from serving.front.api.responses.background import BackgroundResponses

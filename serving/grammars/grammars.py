@@ -99,7 +99,7 @@ class Grammars:
         return matcher
 
     def _strict_calls(self, wanted: Mapping[str, Any]) -> StrictCalls:
-        """`wanted` comes from serving/front/api/openai/tools.py. If a schema cannot be enforced, and need not be, its
+        """`wanted` comes from serving/front/api/answers/tools.py. If a schema cannot be enforced, and need not be, its
         function's arguments are free."""
         name: FormatName = wanted["format"]
         functions = {each["name"]: each["parameters"] for each in wanted["functions"]}
@@ -175,7 +175,7 @@ def _only_restrictions(source: str) -> str:
 
 
 def _restricting_calls(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for the functions of calls. `wanted` comes from serving/front/api/openai/tools.py."""
+    """The same for the functions of calls. `wanted` comes from serving/front/api/answers/tools.py."""
     functions = [
         {**function, "parameters": without_annotations(function["parameters"])}
         for function in wanted["functions"]

@@ -156,7 +156,7 @@ class TurnCall(msgspec.Struct, frozen=True):
     gets into the session log.
 
     `strict_calls` are the functions whose schemas the calls in a free answer must follow
-    (serving/front/api/openai/tools.py). None: such calls are free, too. It cannot be combined with `constraint`.
+    (serving/front/api/answers/tools.py). None: such calls are free, too. It cannot be combined with `constraint`.
 
     With `tells_accepted` the replica first sends an empty event once it has accepted the turn. So the front end can
     begin to answer the client before there is a token.

@@ -18,7 +18,10 @@ ALLOWED = {
 STANDARD_LIBRARY_AND_NUMPY = ("cache", "controllers")
 RAY_OUTSIDE_SERVING = {"controllers/cluster_actor.py"}
 ROOMS_APART = ("serving.front", "serving.replica")
-PROTOCOLS = tuple(f"serving.front.api.{name}" for name in ("openai", "responses", "messages", "sessions"))
+API = "serving.front.api."
+API_FOLDER = "serving/front/api/"
+SHARED_BY_PROTOCOLS = "answers"
+"""The one folder there that is no protocol."""
 PUTS_PROTOCOLS_TOGETHER = {"serving/front/http.py", "serving/front/ingress.py"}
 REDIS_FILES = ("controllers/redis_connection.py", "controllers/redis_log.py")
 CIPHER_FILES = {"controllers/log_cipher.py"}
@@ -44,14 +47,18 @@ def test_front_ends_and_replicas_meet_on_the_wire_only() -> None:
             assert not {name for name in rooms if name.split(".")[1] != here.split(".")[1]}, source.name
 
 
-def test_what_protocols_stand_on_imports_no_protocol() -> None:
-    users = {
-        source.name
-        for source in sources("serving")
-        if not source.name.startswith("serving/front/api/")
-        and any(name.startswith(PROTOCOLS) for name in source.imports())
-    }
-    assert users == PUTS_PROTOCOLS_TOGETHER
+def test_protocols_import_no_other_protocol() -> None:
+    """And what they share imports none."""
+    folders = [source.name.split("/") for source in sources("serving") if source.name.startswith(API_FOLDER)]
+    protocols = {parts[3] for parts in folders if len(parts) > 4} - {SHARED_BY_PROTOCOLS}
+    assert {"openai", "responses", "messages", "sessions"} <= protocols
+    for source in sources("serving"):
+        names = [name.removeprefix(API) for name in _modules(source) if name.startswith(API)]
+        imported = {name.split(".")[0] for name in names} & protocols
+        if source.name.startswith(API_FOLDER):
+            assert imported <= {source.name.split("/")[3]}, source.name
+        else:
+            assert not imported or source.name in PUTS_PROTOCOLS_TOGETHER, source.name
 
 
 def test_cache_and_controllers_need_no_library_but_numpy() -> None:

@@ -21,7 +21,7 @@ from serving.text.tool_calls.tagged_grammar import tagged_call
 def calls_grammar(
     wanted: Mapping[str, Any], special_ids: Mapping[str, int], json_options: Mapping[str, Any]
 ) -> str:
-    """`wanted` comes from serving/front/api/openai/tools.py. Special tokens of the format are tokens in the grammar."""
+    """`wanted` comes from serving/front/api/answers/tools.py. The format's special tokens are tokens in the grammar."""
     form = tool_format(wanted["format"])
     terms = GrammarTerms(special_ids, json_options)
     rules = []

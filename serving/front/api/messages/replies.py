@@ -9,9 +9,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic_core import from_json
 
+from serving.front.api.answers.reader import AnswerPart
+from serving.front.api.answers.tools_schema import CallDelta
 from serving.front.api.errors import CLIENT_CLOSED_REQUEST
-from serving.front.api.openai.answers import AnswerPart
-from serving.front.api.openai.tools_schema import CallDelta
 from serving.front.api.reply_json import Reply
 from serving.front.api.turn_streams import TurnResult
 from serving.text.answer_pieces import Thought

@@ -8,6 +8,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from serving.front.api.affinity import AffinityKeys
+from serving.front.api.answers.held import field_names
+from serving.front.api.answers.reader import AnswerReader, answer_fields, reads_thoughts
+from serving.front.api.answers.tools import ToolUse
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.fields import (
     IdempotencyHeader,
@@ -26,10 +29,8 @@ from serving.front.api.messages.replies import MessageReply, blocks_of, no_edits
 from serving.front.api.messages.schema import CountTokensBody, MessagesBody
 from serving.front.api.messages.stream import MessageEncoder
 from serving.front.api.messages.tools import tools_in_use
-from serving.front.api.openai.answers import AnswerReader, answer_fields, reads_thoughts
-from serving.front.api.openai.requests import check_no_session, field_names, session_turn
-from serving.front.api.openai.tools import ToolUse
 from serving.front.api.reply_json import json_reply, reply_json
+from serving.front.api.session_headers import check_no_session, session_turn
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, TurnResult, beside_streams, collect, until_disconnect

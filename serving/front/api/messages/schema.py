@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from engine.api import SamplingParams
+from serving.front.api.answers.held import HeldAnswer
+from serving.front.api.answers.tools import ToolUse
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
     Count,
@@ -29,8 +31,6 @@ from serving.front.api.messages.blocks import (
 )
 from serving.front.api.messages.history import for_template
 from serving.front.api.messages.tools import AnthropicToolChoice, AnthropicTools
-from serving.front.api.openai.structured import HeldAnswer
-from serving.front.api.openai.tools import ToolUse
 from serving.front.api.strict_json import NotSupported, StrictBody
 from serving.wire.turns import ChatPrompt, ModelInfo
 

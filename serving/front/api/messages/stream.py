@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from serving.front.api.answers.reader import AnswerPart, AnswerReader
+from serving.front.api.answers.tools_schema import CallDelta
 from serving.front.api.errors import messages_error
 from serving.front.api.messages.replies import (
     Block,
@@ -18,8 +20,6 @@ from serving.front.api.messages.replies import (
     tool_use_block,
     usage_of,
 )
-from serving.front.api.openai.answers import AnswerPart, AnswerReader
-from serving.front.api.openai.tools_schema import CallDelta
 from serving.front.api.sse import typed_event
 from serving.text.answer_pieces import Thought
 from serving.wire.turns import ErrorInfo, TurnEvent

@@ -7,10 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from serving.front.api.errors import refusal
-from serving.front.api.messages.blocks import CacheControl, one_of
-from serving.front.api.openai.tools import ToolUse, tool_use
-from serving.front.api.openai.tools_schema import (
+from serving.front.api.answers.tools import ToolUse, tool_use
+from serving.front.api.answers.tools_schema import (
     MAX_TOOLS,
     ChosenFunction,
     Function,
@@ -20,6 +18,8 @@ from serving.front.api.openai.tools_schema import (
     ToolChoice,
     ToolName,
 )
+from serving.front.api.errors import refusal
+from serving.front.api.messages.blocks import CacheControl, one_of
 from serving.front.api.strict_json import StrictBody
 from serving.wire.turns import ModelInfo
 

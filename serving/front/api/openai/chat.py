@@ -12,6 +12,10 @@ from fastapi.responses import Response
 from msgspec import UNSET
 
 from engine.api import LogprobParams
+from serving.front.api.answers.held import field_names
+from serving.front.api.answers.logprobs import answer_logprob
+from serving.front.api.answers.reader import answer_fields, reads_thoughts
+from serving.front.api.answers.tools import ToolUse, tool_use
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
@@ -26,7 +30,7 @@ from serving.front.api.fields import (
     new_id,
     nth_seed,
 )
-from serving.front.api.openai.answers import AnswerReader, answer_fields, reads_thoughts
+from serving.front.api.openai.chat_answers import ChatReader
 from serving.front.api.openai.chat_schema import (
     ChatBody,
     ChatChoice,
@@ -37,19 +41,14 @@ from serving.front.api.openai.chat_schema import (
     Delta,
 )
 from serving.front.api.openai.extras import call_fields, chat_prompt_fields
-from serving.front.api.openai.logprobs import answer_logprob, prompt_logprob_items
+from serving.front.api.openai.prompt_logprobs import prompt_logprob_items
 from serving.front.api.openai.replies import (
     ChunkEncoder,
     stop_fields,
     usage_of,
 )
-from serving.front.api.openai.requests import (
-    check_stream_options,
-    field_names,
-    session_turn,
-)
+from serving.front.api.openai.requests import check_stream_options
 from serving.front.api.openai.structured import held_answer
-from serving.front.api.openai.tools import ToolUse, tool_use
 from serving.front.api.reply_json import (
     filled,
     joined_items,
@@ -57,6 +56,7 @@ from serving.front.api.reply_json import (
     list_items,
     reply_json,
 )
+from serving.front.api.session_headers import session_turn
 from serving.front.api.sse import TurnEventStream, server_event
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, TurnResult, beside_streams, collect, until_disconnect
@@ -101,9 +101,7 @@ async def chat_completions(
     fields = call_fields(request, body, session, tenant, service.model)
     make_plan = partial(_plan, body, tools, reply_id, service.model, prompt_fields, fields)
     plan = await beside_streams(make_plan, len(body.messages))
-    readers = [
-        AnswerReader(call, tools, reads_thoughts(service.model, call.constraint)) for call in plan.calls
-    ]
+    readers = [ChatReader(call, tools, reads_thoughts(service.model, call.constraint)) for call in plan.calls]
     if body.stream:
         return TurnEventStream(service, plan, ChatEncoder(body, readers, reply_id, model_id))
     results = await until_disconnect(request.receive, collect(service, plan))
@@ -158,7 +156,7 @@ def _chat_logprob(body: ChatBody, entry: TextLogprob) -> dict[str, Any]:
     return answer_logprob(entry, body.top_logprobs or 0, by_id=by_id)
 
 
-def _stop_fields(body: ChatBody, reader: AnswerReader, output: TurnEvent | TurnResult) -> dict[str, Any]:
+def _stop_fields(body: ChatBody, reader: ChatReader, output: TurnEvent | TurnResult) -> dict[str, Any]:
     return stop_fields(
         reader.finish(output),
         output.token_ids,
@@ -169,7 +167,7 @@ def _stop_fields(body: ChatBody, reader: AnswerReader, output: TurnEvent | TurnR
 
 async def _reply(
     body: ChatBody,
-    readers: Sequence[AnswerReader],
+    readers: Sequence[ChatReader],
     reply_id: str,
     model_id: str,
     results: Sequence[TurnResult],
@@ -208,7 +206,7 @@ async def _with_logprobs(body: ChatBody, text: bytes, entries: Sequence[TextLogp
 class ChatEncoder(ChunkEncoder):
     """Writes chat chunks. The first chunk of each choice names the role."""
 
-    def __init__(self, body: ChatBody, readers: Sequence[AnswerReader], reply_id: str, model_id: str) -> None:
+    def __init__(self, body: ChatBody, readers: Sequence[ChatReader], reply_id: str, model_id: str) -> None:
         super().__init__(body, reply_id, model_id, ChatChunk)
         self._body = body
         self._readers = readers

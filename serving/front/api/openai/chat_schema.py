@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, UnsetType
 from pydantic import (
-    AfterValidator,
     Discriminator,
     Field,
     StringConstraints,
@@ -17,24 +15,16 @@ from pydantic import (
     model_validator,
 )
 
+from serving.front.api.answers.tools_schema import CallDelta, ToolCalls, ToolChoice, Tools
 from serving.front.api.fields import Count, NonEmptyText, OtherKind, TopLogprobs
 from serving.front.api.openai.replies import StopDetails, Usage
 from serving.front.api.openai.requests import OpenAiBody
-from serving.front.api.openai.tools_schema import (
-    CallDelta,
-    CalledCustomTool,
-    CalledTool,
-    CustomCallDelta,
-    ToolCalls,
-    ToolChoice,
-    Tools,
-)
 from serving.front.api.reply_json import Reply
+from serving.front.api.shared_fields import TemplateKwargs
 from serving.front.api.strict_json import NotSupported, StrictBody
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
-MAX_KWARGS_CHARS = 65_536
 MAX_TEMPLATE_CHARS = 65_536
 
 
@@ -141,15 +131,7 @@ class Message(StrictBody):
         return message
 
 
-def _not_too_long(kwargs: dict[str, Any]) -> dict[str, Any]:
-    length = len(json.dumps(kwargs, ensure_ascii=False))
-    if length > MAX_KWARGS_CHARS:
-        raise ValueError(f"{length} characters; at most {MAX_KWARGS_CHARS} are allowed.")
-    return kwargs
-
-
 ChatTemplateText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEMPLATE_CHARS)]
-TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_not_too_long)]
 
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -204,6 +186,42 @@ class ChatLogprobs(Reply, kw_only=True):
     """The entries are written separately (reply_json.py)."""
 
     content: list[dict[str, Any]]
+
+
+class CalledFunction(Reply, kw_only=True):
+    name: str
+    arguments: str
+
+
+class CalledTool(Reply, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class CalledCustomText(Reply, kw_only=True):
+    name: str
+    input: str
+
+
+class CalledCustomTool(Reply, kw_only=True):
+    id: str
+    type: Literal["custom"] = "custom"
+    custom: CalledCustomText
+
+
+class CustomTextDelta(Reply, kw_only=True):
+    name: str | UnsetType = UNSET
+    input: str
+
+
+class CustomCallDelta(Reply, kw_only=True):
+    """A part of a call. The first part has the call's id, type and name."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["custom"] | UnsetType = UNSET
+    custom: CustomTextDelta
 
 
 class AnswerMessage(Reply, kw_only=True):

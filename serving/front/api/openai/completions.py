@@ -14,6 +14,8 @@ from fastapi.responses import Response
 from msgspec import UNSET
 
 from engine.api import LogprobParams
+from serving.front.api.answers.held import field_names
+from serving.front.api.answers.logprobs import finite, token_name, top_choices
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
@@ -37,18 +39,9 @@ from serving.front.api.openai.completions_schema import (
     CompletionReply,
 )
 from serving.front.api.openai.extras import call_fields
-from serving.front.api.openai.logprobs import prompt_logprob_items, token_name
-from serving.front.api.openai.replies import (
-    ChunkEncoder,
-    finite,
-    stop_fields,
-    top_choices,
-)
-from serving.front.api.openai.requests import (
-    check_stream_options,
-    field_names,
-    session_turn,
-)
+from serving.front.api.openai.prompt_logprobs import prompt_logprob_items
+from serving.front.api.openai.replies import ChunkEncoder, stop_fields
+from serving.front.api.openai.requests import check_stream_options
 from serving.front.api.openai.structured import held_answer
 from serving.front.api.reply_json import (
     filled,
@@ -57,6 +50,7 @@ from serving.front.api.reply_json import (
     list_items,
     reply_json,
 )
+from serving.front.api.session_headers import session_turn
 from serving.front.api.sse import TurnEventStream, server_event
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect

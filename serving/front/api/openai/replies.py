@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -16,10 +15,7 @@ from serving.front.api.openai.requests import OpenAiBody
 from serving.front.api.reply_json import Reply, TextTemplate, or_unset, reply_json
 from serving.front.api.sse import DONE, KEEP_ALIVE_COMMENT, error_then_done, server_event
 from serving.front.api.turn_streams import TurnResult
-from serving.wire.turns import ErrorInfo, TextLogprob, TurnEvent, TurnFinish
-
-_LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+from serving.wire.turns import ErrorInfo, TurnEvent, TurnFinish
 
 
 class CachedTokens(Reply, kw_only=True):
@@ -106,16 +102,6 @@ def stop_fields(
         "stop_reason": or_unset(matched if asked_for else None),
         "token_ids": tuple(token_ids) if with_token_ids else UNSET,
     }
-
-
-def finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else _LOWEST_LOGPROB
-
-
-def top_choices(entry: TextLogprob, most: int) -> list[tuple[bytes, int, float]]:
-    """The likeliest tokens, at most `most`: text, id and log-probability."""
-    pairs = zip(entry.top_texts, entry.token.top, strict=True)
-    return [(text, token_id, finite(logprob)) for text, (token_id, logprob) in pairs][:most]
 
 
 class ChunkEncoder(ABC):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
+from serving.front.api.answers.held import ANY_OBJECT, HeldAnswer
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
     Grammar,
@@ -21,9 +21,6 @@ from serving.front.api.fields import (
 )
 from serving.front.api.strict_json import NotSupported, StrictBody
 from serving.wire.turns import OutputConstraint
-
-ANY_OBJECT = {"type": "object"}
-
 
 MAX_CHOICES = 4096
 Choices = Annotated[list[NonEmptyText], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
@@ -69,14 +66,6 @@ class StructuredOutputs(StrictBody):
     grammar: Grammar | None = None
     structural_tag: NotSupported = None
     whitespace_pattern: NotSupported = None
-
-
-@dataclass(frozen=True, slots=True)
-class HeldAnswer:
-    """What an answer is held to, and the field that says so."""
-
-    constraint: OutputConstraint
-    field: str
 
 
 def held_answer(

@@ -9,7 +9,6 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from serving.front.api.fields import Service, Tenant
-from serving.front.api.openai.requests import Metadata
 from serving.front.api.responses.conversation_log import (
     Conversation,
     change_conversation,
@@ -21,6 +20,7 @@ from serving.front.api.responses.conversation_log import (
 )
 from serving.front.api.responses.item_pages import Included, ItemOrder, PageSize, PreviousItem, item_page
 from serving.front.api.responses.items import MAX_ITEMS, Item, Items, Json, canonical_items
+from serving.front.api.shared_fields import Metadata
 from serving.front.api.strict_json import StrictBody, StrictJsonRoute
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from serving.front.api.openai.tools_schema import CUSTOM_ARGUMENT, FunctionCall, ToolCall
+from serving.front.api.answers.tools_schema import CUSTOM_ARGUMENT, FunctionCall, ToolCall
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.reasoning import thought
 from serving.front.api.responses.tools import shown_name

@@ -8,9 +8,9 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from serving.front.api.openai.answers import AnswerPart
-from serving.front.api.openai.custom_input import CustomInput
-from serving.front.api.openai.tools_schema import CallDelta
+from serving.front.api.answers.custom_input import CustomInput
+from serving.front.api.answers.reader import AnswerPart
+from serving.front.api.answers.tools_schema import CallDelta
 from serving.front.api.responses.items import Json, response_scope
 from serving.front.api.responses.reasoning import encoded_thought
 from serving.front.api.responses.tools import OfferedTool, OfferedTools

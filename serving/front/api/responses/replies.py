@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from serving.front.api.openai.answers import AnswerReader
-from serving.front.api.openai.logprobs import logprob_json
+from serving.front.api.answers.logprobs import logprob_json
+from serving.front.api.answers.reader import AnswerReader
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.output import Event, OutputItems, Status
 from serving.front.api.responses.tools import OfferedTools

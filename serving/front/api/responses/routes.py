@@ -13,6 +13,8 @@ from fastapi.responses import JSONResponse, Response
 from msgspec.structs import replace
 
 from serving.front.api.affinity import AffinityKeys
+from serving.front.api.answers.held import field_names
+from serving.front.api.answers.reader import AnswerReader, answer_fields, reads_thoughts
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
@@ -26,8 +28,6 @@ from serving.front.api.fields import (
     adapter_of,
     nth_seed,
 )
-from serving.front.api.openai.answers import AnswerReader, answer_fields, reads_thoughts
-from serving.front.api.openai.requests import field_names, session_turn
 from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import json_reply, reply_json
 from serving.front.api.responses.background import Background, FollowedTurn, cancel, look_up
@@ -55,6 +55,7 @@ from serving.front.api.responses.stream import CharacterNumbers, EventNumbers, R
 from serving.front.api.responses.tools import OfferedTools, offered_tools
 from serving.front.api.responses.tried_again import first_try
 from serving.front.api.responses.turns import ResponseTurns
+from serving.front.api.session_headers import session_turn
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, beside_streams, collect, until_disconnect

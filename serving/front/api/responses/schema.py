@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from engine.api import LogprobParams
+from serving.front.api.answers.held import ANY_OBJECT, HeldAnswer
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
     Count,
@@ -17,11 +18,9 @@ from serving.front.api.fields import (
     most_tokens,
     schema_constraint,
 )
-from serving.front.api.openai.chat_schema import TemplateKwargs
-from serving.front.api.openai.requests import SharedFields
-from serving.front.api.openai.structured import ANY_OBJECT, HeldAnswer
 from serving.front.api.responses.items import Input, Json
 from serving.front.api.responses.tools import ResponsesToolChoice, ResponsesTools
+from serving.front.api.shared_fields import SharedFields, TemplateKwargs
 from serving.front.api.strict_json import NotSupported, StrictBody
 from serving.wire.turns import ModelInfo
 

@@ -19,9 +19,9 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.api import SamplingParams
+from serving.front.api.answers.reader import AnswerReader, constraint_of, reads_thoughts
 from serving.front.api.errors import refusal
 from serving.front.api.hidden_sessions import HEX, RESPONSE
-from serving.front.api.openai.answers import AnswerReader, constraint_of, reads_thoughts
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.replies import ResponseHead, ResponseReader
 from serving.front.api.responses.schema import ResponsesBody

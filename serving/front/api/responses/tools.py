@@ -11,10 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from serving.front.api.errors import refusal
-from serving.front.api.fields import OtherKind
-from serving.front.api.openai.tools import ToolUse, tool_use
-from serving.front.api.openai.tools_schema import (
+from serving.front.api.answers.tools import ToolUse, tool_use
+from serving.front.api.answers.tools_schema import (
     MAX_TOOLS,
     AllowedTools,
     AllowedToolsChoice,
@@ -30,6 +28,8 @@ from serving.front.api.openai.tools_schema import (
     custom_function,
     kind_of_format,
 )
+from serving.front.api.errors import refusal
+from serving.front.api.fields import OtherKind
 from serving.front.api.strict_json import NotSupported, StrictBody
 from serving.wire.turns import ModelInfo
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.lib.streaming._deltas import accumulate_delta
 
-from serving.front.api.openai.custom_calls import CustomCalls
-from serving.front.api.openai.tools_schema import CallDelta, FunctionDelta
+from serving.front.api.answers.tools_schema import CallDelta, FunctionDelta
+from serving.front.api.openai.chat_answers import CustomCalls
 from serving.front.api.reply_json import reply_json
 from serving.front.http import create_http_app
 from serving.wire.turn_events import merge_events

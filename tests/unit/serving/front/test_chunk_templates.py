@@ -8,8 +8,8 @@ import pytest
 
 from engine.api import SamplingParams, TokenLogprob
 from serving.front.api import reply_json
-from serving.front.api.openai.answers import AnswerReader
 from serving.front.api.openai.chat import ChatEncoder
+from serving.front.api.openai.chat_answers import ChatReader
 from serving.front.api.openai.chat_schema import ChatBody
 from serving.front.api.openai.completions import CompletionEncoder
 from serving.front.api.openai.completions_schema import CompletionBody
@@ -34,7 +34,7 @@ def chat(fields: dict[str, Any]) -> StreamEncoder:
     body = ChatBody.model_validate(
         {"messages": [{"role": "user", "content": "hi"}], "stream": True, **fields}
     )
-    return ChatEncoder(body, [AnswerReader(CALL, None), AnswerReader(CALL, None)], "id", MODEL)
+    return ChatEncoder(body, [ChatReader(CALL, None), ChatReader(CALL, None)], "id", MODEL)
 
 
 def completion(fields: dict[str, Any]) -> StreamEncoder:

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from serving.front.api.answers.reader import AnswerPart
 from serving.front.api.messages.schema import MessagesBody
 from serving.front.api.messages.stream import BlockEvents
-from serving.front.api.openai.answers import AnswerPart
 from serving.front.http import create_http_app
 from serving.text.answer_pieces import Thought
 from serving.wire.turns import TurnFinish

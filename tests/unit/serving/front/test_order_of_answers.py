@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from engine.api import SamplingParams
+from serving.front.api.answers.reader import AnswerPart, AnswerReader
 from serving.front.api.messages.replies import TextReply, ThinkingReply, blocks_of
 from serving.front.api.messages.stream import BlockEvents
-from serving.front.api.openai.answers import AnswerPart, AnswerReader
 from serving.front.api.responses.output import OutputItems
 from serving.front.api.responses.tools import offered_tools
 from serving.wire.turns import TokenPrompt, TurnCall, TurnEvent, TurnFinish

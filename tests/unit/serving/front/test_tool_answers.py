@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from openai.lib.streaming._deltas import accumulate_delta
 
-from serving.front.api.openai.answers import AnswerPart, AnswerReader
-from serving.front.api.openai.tools import ToolUse
+from serving.front.api.answers.reader import AnswerPart
+from serving.front.api.answers.tools import ToolUse
+from serving.front.api.openai.chat_answers import ChatReader
 from serving.front.http import create_http_app
 from serving.text.tool_calls.formats import FORMATS, FormatName
 from serving.wire.turns import SessionTurn, TurnCall, TurnEvent, TurnFinish
@@ -133,8 +134,8 @@ async def test_without_tools_to_read_for_the_text_is_the_content(body: dict[str,
     assert service.calls[0].shown_tokens == ()
 
 
-def reader(name: FormatName, turn: TurnCall) -> AnswerReader:
-    return AnswerReader(turn, ToolUse((), "auto", True, name))
+def reader(name: FormatName, turn: TurnCall) -> ChatReader:
+    return ChatReader(turn, ToolUse((), "auto", True, name))
 
 
 def in_session(session_id: str, request_id: str = "r", tenant: str = "") -> TurnCall:

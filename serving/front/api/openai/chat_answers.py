@@ -1,21 +1,55 @@
-"""Calls of custom tools in one choice: clients get their text instead of arguments."""
+"""Answers as chat messages and deltas. For a call of a custom tool, clients get its text instead of arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from msgspec import UNSET
 
-from serving.front.api.openai.custom_input import CustomInput
-from serving.front.api.openai.tools_schema import (
-    CallDelta,
+from serving.front.api.answers.custom_input import CustomInput
+from serving.front.api.answers.reader import AnswerPart, AnswerReader
+from serving.front.api.answers.tools import ToolUse
+from serving.front.api.answers.tools_schema import CallDelta
+from serving.front.api.openai.chat_schema import (
+    AnswerMessage,
     CalledCustomText,
     CalledCustomTool,
     CalledFunction,
     CalledTool,
     CustomCallDelta,
     CustomTextDelta,
+    Delta,
 )
+from serving.front.api.reply_json import or_unset
+from serving.text.reasoning.formats import ReasoningName
+from serving.wire.turns import TurnCall
+
+
+class ChatReader(AnswerReader):
+    """Reads one choice, and makes what clients get of what it has read."""
+
+    def __init__(self, call: TurnCall, tools: ToolUse | None, reasoning: ReasoningName | None = None) -> None:
+        super().__init__(call, tools, reasoning)
+        self._custom = CustomCalls(frozenset() if tools is None else tools.custom_names)
+
+    def delta(self, part: AnswerPart, role: Literal["assistant"] | None, *, ended: bool) -> Delta:
+        """The chat delta for the choice's next part. `ended`: it is the last part."""
+        return Delta(
+            role=or_unset(role),
+            content=or_unset(part.content),
+            reasoning_content=or_unset(part.reasoning),
+            tool_calls=or_unset(self._custom.told(part.calls, ended=ended) or None),
+        )
+
+    def message(self, part: AnswerPart) -> AnswerMessage:
+        """The chat message for a whole choice."""
+        called = self._custom.called(part.calls)
+        return AnswerMessage(
+            content=part.content if called else part.content or "",
+            reasoning_content=or_unset(part.reasoning),
+            tool_calls=or_unset(called or None),
+        )
 
 
 class CustomCalls:

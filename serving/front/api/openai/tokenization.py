@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Discriminator, Field, Tag
 
+from serving.front.api.answers.tools_schema import Tools
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
     MAX_CALLS,
@@ -17,8 +18,8 @@ from serving.front.api.fields import (
     one_or_many,
     one_or_many_lists,
 )
-from serving.front.api.openai.chat_schema import MAX_MESSAGES, Message, TemplateKwargs
-from serving.front.api.openai.tools_schema import Tools
+from serving.front.api.openai.chat_schema import MAX_MESSAGES, Message
+from serving.front.api.shared_fields import TemplateKwargs
 from serving.front.api.strict_json import NotSupported, StrictBody, StrictJsonRoute
 from serving.wire.turns import ChatPrompt, TextPrompt
 

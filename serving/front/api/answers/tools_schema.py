@@ -1,4 +1,5 @@
-"""Tools of /v1/chat/completions: how clients offer them, how they send calls back, and how calls are sent to them.
+"""Tools as chat completions have them: how clients offer them, how they send calls back, and the parts of a call. Other
+protocols' tools are turned into these.
 
 A custom tool takes plain text. It is shown to the model as a function whose one argument is that text.
 """
@@ -232,17 +233,6 @@ ToolCalls = Annotated[list[AnyToolCall], Field(max_length=MAX_TOOL_CALLS, fail_f
 """The calls of one message."""
 
 
-class CalledFunction(Reply, kw_only=True):
-    name: str
-    arguments: str
-
-
-class CalledTool(Reply, kw_only=True):
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
 class FunctionDelta(Reply, kw_only=True):
     name: str | UnsetType = UNSET
     arguments: str
@@ -255,28 +245,3 @@ class CallDelta(Reply, kw_only=True):
     id: str | UnsetType = UNSET
     type: Literal["function"] | UnsetType = UNSET
     function: FunctionDelta
-
-
-class CalledCustomText(Reply, kw_only=True):
-    name: str
-    input: str
-
-
-class CalledCustomTool(Reply, kw_only=True):
-    id: str
-    type: Literal["custom"] = "custom"
-    custom: CalledCustomText
-
-
-class CustomTextDelta(Reply, kw_only=True):
-    name: str | UnsetType = UNSET
-    input: str
-
-
-class CustomCallDelta(Reply, kw_only=True):
-    """A part of a call. The first part has the call's id, type and name."""
-
-    index: int
-    id: str | UnsetType = UNSET
-    type: Literal["custom"] | UnsetType = UNSET
-    custom: CustomTextDelta

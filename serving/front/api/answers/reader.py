@@ -1,4 +1,4 @@
-"""The answers of a chat request: what they are held to, and their text as content, thoughts and calls.
+"""The answers of a request: what they are held to, and their text as content, thoughts and calls.
 
 Calls are found in the text alone, so a turn that goes on at another replica, or is repeated from the log, has the same
 calls. Their ids are derived from the turn for the same reason, unless the model has written them itself.
@@ -9,16 +9,13 @@ from __future__ import annotations
 import hashlib
 from base64 import b32encode
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from msgspec.structs import replace
 
-from serving.front.api.openai.chat_schema import AnswerMessage, Delta
-from serving.front.api.openai.custom_calls import CustomCalls
-from serving.front.api.openai.structured import HeldAnswer
-from serving.front.api.openai.tools import ToolUse
-from serving.front.api.openai.tools_schema import CallDelta, FunctionDelta
-from serving.front.api.reply_json import or_unset
+from serving.front.api.answers.held import HeldAnswer
+from serving.front.api.answers.tools import ToolUse
+from serving.front.api.answers.tools_schema import CallDelta, FunctionDelta
 from serving.front.api.turn_streams import TurnResult
 from serving.text.answer_parsers import answer_parser
 from serving.text.answer_pieces import AnswerParser, Piece, Thought
@@ -119,7 +116,6 @@ class AnswerReader:
         self._reasoning = reasoning
         self._parser: AnswerParser | None = None
         self._has_calls = False
-        self._custom = CustomCalls(frozenset() if tools is None else tools.custom_names)
 
     def read(self, output: TurnEvent | TurnResult) -> AnswerPart:
         """What the choice's next event, or the whole choice, adds."""
@@ -135,24 +131,6 @@ class AnswerReader:
             part.add(piece, scope)
         self._has_calls = self._has_calls or bool(part.calls)
         return part
-
-    def delta(self, part: AnswerPart, role: Literal["assistant"] | None, *, ended: bool) -> Delta:
-        """The chat delta for the choice's next part. `ended`: it is the last part."""
-        return Delta(
-            role=or_unset(role),
-            content=or_unset(part.content),
-            reasoning_content=or_unset(part.reasoning),
-            tool_calls=or_unset(self._custom.told(part.calls, ended=ended) or None),
-        )
-
-    def message(self, part: AnswerPart) -> AnswerMessage:
-        """The chat message for a whole choice."""
-        called = self._custom.called(part.calls)
-        return AnswerMessage(
-            content=part.content if called else part.content or "",
-            reasoning_content=or_unset(part.reasoning),
-            tool_calls=or_unset(called or None),
-        )
 
     def _parser_of(self, output: TurnEvent | TurnResult) -> AnswerParser:
         calls, schemas = (None, {}) if self._tools is None else (self._tools.format_name, self._tools.schemas)

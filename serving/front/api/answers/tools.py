@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from serving.front.api.errors import refusal
-from serving.front.api.fields import MAX_GRAMMAR_CHARS, JsonSchema, check_grammar_len
-from serving.front.api.openai.structured import ANY_OBJECT, HeldAnswer
-from serving.front.api.openai.tools_schema import (
+from serving.front.api.answers.held import ANY_OBJECT, HeldAnswer
+from serving.front.api.answers.tools_schema import (
     AllowedToolsChoice,
     CustomTool,
     Function,
@@ -19,6 +17,8 @@ from serving.front.api.openai.tools_schema import (
     Tool,
     ToolChoice,
 )
+from serving.front.api.errors import refusal
+from serving.front.api.fields import MAX_GRAMMAR_CHARS, JsonSchema, check_grammar_len
 from serving.text.tool_calls.formats import FormatName, tool_format
 from serving.wire.turns import ModelInfo, OutputConstraint
 

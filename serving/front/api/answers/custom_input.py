@@ -7,7 +7,7 @@ import re
 
 from pydantic_core import from_json
 
-from serving.front.api.openai.tools_schema import CUSTOM_ARGUMENT
+from serving.front.api.answers.tools_schema import CUSTOM_ARGUMENT
 
 _SPACE = r"[ \t\r\n]*"
 _HEAD = re.compile(rf'{_SPACE}\{{{_SPACE}"{CUSTOM_ARGUMENT}"{_SPACE}:{_SPACE}"')
