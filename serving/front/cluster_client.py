@@ -22,6 +22,7 @@ from controllers.kept_answers import CALL_KEY
 from controllers.records import TREE_KEY, ForkOrder, LedgerEntry, TurnNote
 from controllers.session_keys import id_in, session_key
 from serving.background import BackgroundTasks
+from serving.front.api.service import WatchedItem
 from serving.front.cluster_watch import ClusterWatch
 from serving.front.known_places import KnownPlaces
 from serving.front.ownership_cache import Owner
@@ -67,7 +68,6 @@ from serving.wire.turns import (
     TurnCall,
     TurnEvent,
     TurnTranscript,
-    WatchedItem,
 )
 
 NEWCOMER_GRACE_S = 5.0
@@ -78,7 +78,7 @@ FIGURES_TIMEOUT_S = 3.0
 
 
 class ClusterClient:
-    """Implements TurnService (serving/wire/turns.py). One per ingress process; used on its event loop.
+    """Implements TurnService (serving/front/api/service.py). One per ingress process; used on its event loop.
 
     A replica that has registered with the controller has `newcomer_grace_s` to become known here, too.
     """

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from serving.background import BackgroundTasks
+from serving.front.api.service import WatchedItem
 from serving.watch.cluster_state import (
     Json,
     Look,
@@ -25,7 +26,7 @@ from serving.watch.cluster_state import (
     tier_moves,
     told_event,
 )
-from serving.wire.turns import ErrorInfo, ModelInfo, ServiceError, WatchedItem
+from serving.wire.turns import ErrorInfo, ModelInfo, ServiceError
 
 MOST_WATCHERS = 32
 MOST_TOLD_FIRST = 200

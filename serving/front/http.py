@@ -22,13 +22,13 @@ from serving.front.api.openai import chat, completions, models, tokenization
 from serving.front.api.responses import conversations, websocket
 from serving.front.api.responses import routes as responses
 from serving.front.api.responses.background import BackgroundResponses
+from serving.front.api.service import TurnService
 from serving.front.api.sessions import protocol as session_protocol
 from serving.front.api.sessions import routes as sessions
 from serving.front.api.sockets import MOST_SOCKETS, Sockets
 from serving.front.api.turn_headers import REPLAYED, TURN_INDEX
 from serving.front.recorder import Recorder
 from serving.logs.access_log import REQUEST_ID
-from serving.wire.turns import TurnService
 
 KEEP_ALIVE_S = 5.0
 NO_KEYS = KeyRing({})

@@ -24,6 +24,7 @@ from serving.front.api.body_limits import BodyLimits
 from serving.front.api.browsers import BrowserRules
 from serving.front.api.keys import KeyRing
 from serving.front.api.responses.background import BackgroundResponses
+from serving.front.api.service import TurnService
 from serving.front.cluster_client import FIGURES_TIMEOUT_S, ClusterClient
 from serving.front.departure import LOOK_INTERVAL_S as LOOK_FOR_DEPARTURE_S
 from serving.front.departure import Departure
@@ -53,7 +54,7 @@ from serving.wire.controller_calls import (
     once_up,
 )
 from serving.wire.link_keys import CurveKeys
-from serving.wire.turns import ModelInfo, TurnService
+from serving.wire.turns import ModelInfo
 
 logger = logging.getLogger(__name__)
 

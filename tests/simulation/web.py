@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
-from serving.wire.turns import ErrorInfo, ForkedSession, ServiceError, TurnCall, TurnEvent, TurnService
+from serving.front.api.service import TurnService
+from serving.wire.turns import ErrorInfo, ForkedSession, ServiceError, TurnCall, TurnEvent
 
 
 class Web:

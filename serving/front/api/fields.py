@@ -25,11 +25,12 @@ from engine.api import (
 from serving.front.api.access import FOR_OPERATORS
 from serving.front.api.errors import UNSUPPORTED, refusal
 from serving.front.api.keys import Caller
+from serving.front.api.service import TurnService
 from serving.front.api.strict_json import StrictBody
 from serving.logs.audit_log import audit_event
 from serving.logs.call_facts import CALL_FACTS
 from serving.settings.strict_settings import MAX_NAME_CHARS, NAME_PATTERN
-from serving.wire.turns import HistoryMode, ModelInfo, OutputConstraint, ServiceError, TurnService
+from serving.wire.turns import HistoryMode, ModelInfo, OutputConstraint, ServiceError
 
 MAX_CALLS = 256
 """Generations (prompts × n) that one HTTP request may start."""

@@ -7,8 +7,9 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from serving.front.api.service import TurnService
 from serving.wire.errors import ANOTHERS_TURN
-from serving.wire.turns import ServiceError, TurnCall, TurnEvent, TurnService
+from serving.wire.turns import ServiceError, TurnCall, TurnEvent
 
 FINISHED_TURNS = 1
 _CLOSE_TIMEOUT_S = 5.0

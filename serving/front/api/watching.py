@@ -16,10 +16,11 @@ from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import ClientGone, openai_error
 from serving.front.api.fields import OPERATORS_ONLY, Client, Service
 from serving.front.api.reply_json import reply_json
+from serving.front.api.service import TurnService
 from serving.front.api.sse import KEEP_ALIVE_COMMENT, SEND_PATIENCE_S, STREAM_HEADERS, server_event
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import until_disconnect
-from serving.wire.turns import ErrorInfo, ServiceError, TurnService
+from serving.wire.turns import ErrorInfo, ServiceError
 
 IntervalS = Annotated[float, Query(ge=0.2, le=60.0)]
 MostSessions = Annotated[int, Query(ge=1, le=1000)]

@@ -25,6 +25,7 @@ from controllers.kept_answers import CALL_KEY
 from controllers.records import TREE_KEY, ForkOrder, LedgerEntry
 from controllers.session_keys import id_in, session_key, tenant_in
 from engine.api import EngineError, Finish, FinishReason
+from serving.front.api.service import WatchedItem
 from serving.front.cluster_watch import ClusterWatch
 from serving.front.http import create_http_app
 from serving.front.known_places import KnownPlaces
@@ -53,7 +54,6 @@ from serving.wire.turns import (
     TurnCall,
     TurnEvent,
     TurnTranscript,
-    WatchedItem,
 )
 from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, running_rig
 from tests.unit.serving.small_tokenizer import byte_level_tokenizer

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from serving.front.api.errors import refusal
 from serving.front.api.responses.replayable_turn import NOTHING_YET, ReplayableTurn, ending
 from serving.front.api.responses.store import StoredResponse, find_response, note_begun, note_ended
+from serving.front.api.service import TurnService
 from serving.front.api.turn_streams import TurnPlan, open_turns
 from serving.wire.errors import (
     SESSION_CLOSING,
@@ -33,7 +34,7 @@ from serving.wire.errors import (
     error_info,
     unavailable,
 )
-from serving.wire.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent, TurnFinish, TurnService
+from serving.wire.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent, TurnFinish
 
 MOST_IN_BACKGROUND = 256
 CANCEL_TIMEOUT_S = 2.0

@@ -32,8 +32,9 @@ from serving.front.api.responses.store import (
     session_apart,
 )
 from serving.front.api.responses.tools import offered_tools
+from serving.front.api.service import TurnService
 from serving.front.api.turn_streams import beside_streams
-from serving.wire.turns import ModelInfo, ServiceError, SessionTurn, TurnService
+from serving.wire.turns import ModelInfo, ServiceError, SessionTurn
 
 _PREVIOUS = "previous_response_id"
 NOT_COMPARED: Json = {"id": None, "status": None}

@@ -29,8 +29,9 @@ from serving.front.api.responses.store import (
     new_response_id,
     sessions_of,
 )
+from serving.front.api.service import TurnService
 from serving.wire.errors import ANOTHERS_TURN, SESSION_NOT_FOUND
-from serving.wire.turns import ServiceError, TurnService, TurnTranscript
+from serving.wire.turns import ServiceError, TurnTranscript
 
 _ID = "conv_"
 _NAME = re.compile(f"{_ID}({HEX})")

@@ -21,10 +21,11 @@ from serving.front.api.responses.routes import AskedResponse, asked_response
 from serving.front.api.responses.schema import ResponsesBody
 from serving.front.api.responses.store import NO_RESPONSE
 from serving.front.api.responses.stream import EventNumbers, ResponseEvents
+from serving.front.api.service import TurnService
 from serving.front.api.sockets import Socket
 from serving.front.api.strict_json import NotSupported, StrictBody, validated_body
 from serving.front.api.turn_streams import open_turns
-from serving.wire.turns import ErrorInfo, ServiceError, TurnService
+from serving.wire.turns import ErrorInfo, ServiceError
 
 CREATE = "response.create"
 _PREVIOUS = "previous_response_id"

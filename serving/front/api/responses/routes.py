@@ -55,11 +55,12 @@ from serving.front.api.responses.stream import CharacterNumbers, EventNumbers, R
 from serving.front.api.responses.tools import OfferedTools, offered_tools
 from serving.front.api.responses.tried_again import first_try
 from serving.front.api.responses.turns import ResponseTurns
+from serving.front.api.service import TurnService
 from serving.front.api.session_headers import session_turn
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, beside_streams, collect, until_disconnect
-from serving.wire.turns import ChatPrompt, ModelInfo, OutputConstraint, SessionTurn, TurnCall, TurnService
+from serving.wire.turns import ChatPrompt, ModelInfo, OutputConstraint, SessionTurn, TurnCall
 
 MOST_NUMBER = 2**53
 

@@ -26,6 +26,7 @@ from serving.front.api.responses.items import Json
 from serving.front.api.responses.replies import ResponseHead, ResponseReader
 from serving.front.api.responses.schema import ResponsesBody
 from serving.front.api.responses.tools import offered_tools
+from serving.front.api.service import TurnService
 from serving.wire.errors import SESSION_NOT_FOUND
 from serving.wire.turns import (
     ModelInfo,
@@ -34,7 +35,6 @@ from serving.wire.turns import (
     TextPrompt,
     TurnCall,
     TurnEvent,
-    TurnService,
     TurnTranscript,
 )
 

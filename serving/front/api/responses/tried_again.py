@@ -14,7 +14,7 @@ from serving.front.api.responses.conversation_log import read_conversation
 from serving.front.api.responses.items import Json, canonical_items
 from serving.front.api.responses.schema import ResponsesBody
 from serving.front.api.responses.store import find_response
-from serving.wire.turns import TurnService
+from serving.front.api.service import TurnService
 
 TRIED_AGAIN_WITHIN_S = 600.0
 """A response that began longer ago was not for a call that is now tried again: clients give up before."""

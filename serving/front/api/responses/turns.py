@@ -12,10 +12,11 @@ from msgspec.structs import replace
 from serving.front.api.responses.background import BackgroundResponses
 from serving.front.api.responses.continuations import Continued
 from serving.front.api.responses.replayable_turn import ReplayableTurn
+from serving.front.api.service import TurnService
 from serving.front.api.turn_streams import TurnPlan
 from serving.front.api.unused_sessions import close_unused, run_first_turn
 from serving.wire.errors import ANOTHERS_TURN
-from serving.wire.turns import ServiceError, SessionTurn, TurnCall, TurnEvent, TurnService
+from serving.wire.turns import ServiceError, SessionTurn, TurnCall, TurnEvent
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from serving.front.api.fields import (
 from serving.front.api.hidden_sessions import check_not_hidden
 from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import joined_items, json_reply
+from serving.front.api.service import TurnService
 from serving.front.api.sessions.replies import GenerateEncoder, whole_reply
 from serving.front.api.sessions.schema import (
     AbortBody,
@@ -40,15 +41,7 @@ from serving.front.api.sessions.trees import TreeRequest, close_tree
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import RunsTurns, TurnPlan, collect, until_disconnect
-from serving.wire.turns import (
-    ModelInfo,
-    ServiceError,
-    SessionTurn,
-    TextPrompt,
-    TokenPrompt,
-    TurnCall,
-    TurnService,
-)
+from serving.wire.turns import ModelInfo, ServiceError, SessionTurn, TextPrompt, TokenPrompt, TurnCall
 
 
 def routes() -> APIRouter:

@@ -13,13 +13,14 @@ from controllers.session_keys import session_key
 from serving.front.api.errors import refusal
 from serving.front.api.fields import OPERATORS_ONLY, Client, Count, CountOrZero, Name, Service, Tenant
 from serving.front.api.keys import ANYBODY
+from serving.front.api.service import TurnService
 from serving.front.api.sessions.trees import close_tree
 from serving.front.api.strict_json import StrictBody, StrictJsonRoute
 from serving.logs.audit_log import audit_event
 from serving.settings.strict_settings import is_name
 from serving.wire.transcripts import conversation_of
 from serving.wire.tree_ids import node_id, told_session
-from serving.wire.turns import ServiceError, TurnService, TurnTranscript
+from serving.wire.turns import ServiceError, TurnTranscript
 
 MOST_IN_PAGE = 1000
 """Most sessions in a page, and the default: a page blocks the controller's loop and this one's for some ms."""

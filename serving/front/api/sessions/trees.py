@@ -15,17 +15,12 @@ from contextlib import asynccontextmanager
 
 from controllers.session_keys import session_key
 from serving.front.api.errors import refusal
+from serving.front.api.service import TurnService
 from serving.front.api.sessions.schema import SessionParams
 from serving.front.api.unused_sessions import FINISHED_TURNS, run_first_turn
 from serving.wire.errors import ANOTHERS_TURN, SESSION_CLOSING, SESSION_NOT_FOUND
 from serving.wire.tree_ids import BEHIND_TREE, node_id
-from serving.wire.turns import (
-    ServiceError,
-    SessionTurn,
-    TurnCall,
-    TurnEvent,
-    TurnService,
-)
+from serving.wire.turns import ServiceError, SessionTurn, TurnCall, TurnEvent
 
 logger = logging.getLogger(__name__)
 
