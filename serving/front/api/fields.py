@@ -30,7 +30,7 @@ from serving.front.api.strict_json import StrictBody
 from serving.logs.audit_log import audit_event
 from serving.logs.call_facts import CALL_FACTS
 from serving.settings.strict_settings import MAX_NAME_CHARS, NAME_PATTERN
-from serving.wire.turns import HistoryMode, ModelInfo, OutputConstraint, ServiceError
+from serving.wire.turns import ModelInfo, OutputConstraint, ServiceError
 
 MAX_CALLS = 256
 """Generations (prompts × n) that one HTTP request may start."""
@@ -40,7 +40,6 @@ MAX_GRAMMAR_CHARS = 65_536
 MAX_BAD_WORDS = 1024
 _SHOWN_CHARS = 60
 _MAX_INT = 2**31 - 1
-MAX_RETRIES = 1000
 _SEED_BITS = 2**63 - 1
 _GREEDY_BELOW = 1e-5
 
@@ -165,14 +164,6 @@ Tenant = Annotated[str, Depends(get_tenant)]
 Client = Annotated[Caller, Depends(get_caller)]
 OPERATORS_ONLY = [Depends(check_operator)]
 """Dependencies of a route that shows or changes what belongs to all tenants."""
-SessionHeader = Annotated[Name | None, Header(alias="x-session-id")]
-ModeHeader = Annotated[HistoryMode | None, Header(alias="x-session-mode")]
-"""What the messages are: only new ones (append), the whole history (full), or whichever they look like (auto)."""
-TurnHeader = Annotated[int | None, Header(alias="x-session-turn", ge=0, le=_MAX_INT)]
-"""The number that the turn must have in its session; otherwise it is refused."""
-RetriesHeader = Annotated[int | None, Header(alias="x-stainless-retry-count", ge=0, le=MAX_RETRIES)]
-"""OpenAI's SDKs count here how often they have sent this call before."""
-IdempotencyHeader = Annotated[Name | None, Header(alias="idempotency-key")]
 
 
 def new_id(prefix: str) -> str:

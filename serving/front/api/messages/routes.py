@@ -13,13 +13,8 @@ from serving.front.api.answers.reader import AnswerReader, answer_fields, reads_
 from serving.front.api.answers.tools import ToolUse
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.fields import (
-    IdempotencyHeader,
-    ModeHeader,
-    RetriesHeader,
     Service,
-    SessionHeader,
     Tenant,
-    TurnHeader,
     adapter_of,
     most_tokens,
     new_id,
@@ -30,7 +25,13 @@ from serving.front.api.messages.schema import CountTokensBody, MessagesBody
 from serving.front.api.messages.stream import MessageEncoder
 from serving.front.api.messages.tools import tools_in_use
 from serving.front.api.reply_json import json_reply, reply_json
-from serving.front.api.session_headers import check_no_session, session_turn
+from serving.front.api.session_headers import (
+    InSession,
+    ModeHeader,
+    SessionHeader,
+    TurnHeader,
+    check_no_session,
+)
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, TurnResult, beside_streams, collect, until_disconnect
@@ -49,26 +50,13 @@ def routes() -> APIRouter:
 async def create_message(
     body: MessagesBody,
     request: Request,
+    headers: InSession,
     service: Service,
     tenant: Tenant,
-    x_session_id: SessionHeader = None,
-    x_session_mode: ModeHeader = None,
-    x_session_turn: TurnHeader = None,
-    idempotency_key: IdempotencyHeader = None,
-    x_stainless_retry_count: RetriesHeader = None,
 ) -> Response:
     adapter = adapter_of(body.model, service.model)
     body.check()
-    session = session_turn(
-        x_session_id,
-        idempotency_key,
-        x_stainless_retry_count,
-        1,
-        "messages",
-        mode=x_session_mode,
-        unsaid_mode="auto",
-        expected_turn=x_session_turn,
-    )
+    session = headers.turn(1, "messages")
     tools = tools_in_use(body.tools, body.tool_choice, service.model)
     reply_id = new_id("msg_")
     affinity_key = AffinityKeys.of(request).key(user=body.user_id)

@@ -19,13 +19,8 @@ from serving.front.api.answers.tools import ToolUse, tool_use
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
-    IdempotencyHeader,
-    ModeHeader,
-    RetriesHeader,
     Service,
-    SessionHeader,
     Tenant,
-    TurnHeader,
     adapter_of,
     new_id,
     nth_seed,
@@ -56,7 +51,7 @@ from serving.front.api.reply_json import (
     list_items,
     reply_json,
 )
-from serving.front.api.session_headers import session_turn
+from serving.front.api.session_headers import InSession
 from serving.front.api.sse import TurnEventStream, server_event
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, TurnResult, beside_streams, collect, until_disconnect
@@ -74,26 +69,13 @@ def routes() -> APIRouter:
 async def chat_completions(
     body: ChatBody,
     request: Request,
+    headers: InSession,
     service: Service,
     tenant: Tenant,
-    x_session_id: SessionHeader = None,
-    x_session_mode: ModeHeader = None,
-    x_session_turn: TurnHeader = None,
-    idempotency_key: IdempotencyHeader = None,
-    x_stainless_retry_count: RetriesHeader = None,
 ) -> Response:
     model_id = adapter_of(body.model, service.model) or service.model.model_id
     check_stream_options(body)
-    session = session_turn(
-        x_session_id,
-        idempotency_key,
-        x_stainless_retry_count,
-        body.n or 1,
-        "n",
-        mode=x_session_mode,
-        unsaid_mode="auto",
-        expected_turn=x_session_turn,
-    )
+    session = headers.turn(body.n or 1, "n")
     reply_id = f"chatcmpl-{body.request_id or new_id('')}"
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, service.model)
     own_template: bool = request.app.state.request_chat_template

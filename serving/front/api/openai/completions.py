@@ -19,13 +19,8 @@ from serving.front.api.answers.logprobs import finite, token_name, top_choices
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
-    IdempotencyHeader,
-    ModeHeader,
-    RetriesHeader,
     Service,
-    SessionHeader,
     Tenant,
-    TurnHeader,
     adapter_of,
     check_num_calls,
     check_token_ids,
@@ -50,7 +45,7 @@ from serving.front.api.reply_json import (
     list_items,
     reply_json,
 )
-from serving.front.api.session_headers import session_turn
+from serving.front.api.session_headers import InSession
 from serving.front.api.sse import TurnEventStream, server_event
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
@@ -76,29 +71,17 @@ def routes() -> APIRouter:
 async def completions(
     body: CompletionBody,
     request: Request,
+    headers: InSession,
     service: Service,
     tenant: Tenant,
-    x_session_id: SessionHeader = None,
-    x_session_mode: ModeHeader = None,
-    x_session_turn: TurnHeader = None,
-    idempotency_key: IdempotencyHeader = None,
-    x_stainless_retry_count: RetriesHeader = None,
 ) -> Response:
     model_id = adapter_of(body.model, service.model) or service.model.model_id
     prompts = body.prompts()
     _check(body, prompts, service.model)
-    if x_session_mode not in (None, "append"):
+    if headers.mode not in (None, "append"):
         raise refusal("x-session-mode: a prompt is added to its session: append.", "x-session-mode")
     num_calls = len(prompts) * (body.n or 1)
-    session = session_turn(
-        x_session_id,
-        idempotency_key,
-        x_stainless_retry_count,
-        num_calls,
-        "n" if body.n else "prompt",
-        mode=x_session_mode,
-        expected_turn=x_session_turn,
-    )
+    session = headers.turn(num_calls, "n" if body.n else "prompt", unsaid_mode="append")
     if session is not None and body.echo:
         raise refusal("echo: not possible in a session, which holds more than this prompt.", "echo")
     if body.echo and body.truncate_prompt_tokens is not None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from serving.front.api.fields import ModeHeader, Service, SessionHeader, Tenant, TurnHeader, adapter_of
+from serving.front.api.fields import Service, Tenant, adapter_of
 from serving.front.api.responses.conversation_log import said_before
 from serving.front.api.responses.history import template_messages
 from serving.front.api.responses.items import Json, canonical_items
 from serving.front.api.responses.schema import ResponsesBody, check_state
 from serving.front.api.responses.tools import offered_tools
-from serving.front.api.session_headers import check_no_session
+from serving.front.api.session_headers import ModeHeader, SessionHeader, TurnHeader, check_no_session
 from serving.front.api.turn_streams import beside_streams
 from serving.wire.turns import ChatPrompt, ModelInfo
 

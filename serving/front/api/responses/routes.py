@@ -18,13 +18,8 @@ from serving.front.api.answers.reader import AnswerReader, answer_fields, reads_
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
-    IdempotencyHeader,
-    ModeHeader,
-    RetriesHeader,
     Service,
-    SessionHeader,
     Tenant,
-    TurnHeader,
     adapter_of,
     nth_seed,
 )
@@ -56,7 +51,7 @@ from serving.front.api.responses.tools import OfferedTools, offered_tools
 from serving.front.api.responses.tried_again import first_try
 from serving.front.api.responses.turns import ResponseTurns
 from serving.front.api.service import TurnService
-from serving.front.api.session_headers import session_turn
+from serving.front.api.session_headers import InSession
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, beside_streams, collect, until_disconnect
@@ -83,29 +78,16 @@ def routes() -> APIRouter:
 async def create_response(
     body: ResponsesBody,
     request: Request,
+    headers: InSession,
     service: Service,
     background: Background,
     tenant: Tenant,
-    x_session_id: SessionHeader = None,
-    x_session_mode: ModeHeader = None,
-    x_session_turn: TurnHeader = None,
-    idempotency_key: IdempotencyHeader = None,
-    x_stainless_retry_count: RetriesHeader = None,
 ) -> Response:
     check_stream_options(body)
-    session = session_turn(
-        x_session_id,
-        idempotency_key,
-        x_stainless_retry_count,
-        1,
-        "input",
-        mode=x_session_mode,
-        unsaid_mode="auto",
-        expected_turn=x_session_turn,
-    )
+    session = headers.turn(1, "input")
     if session is not None:
         body = in_named_session(body)
-    elif x_stainless_retry_count and (made := await first_try(service, body, tenant)) is not None:
+    elif headers.retries and (made := await first_try(service, body, tenant)) is not None:
         return await get_response(made, service, background, tenant, stream=body.stream)
     priority = engine_priority(request.app.state.request_priority, lower_first=body.priority)
     before = None if session is None else begun(body)

@@ -16,7 +16,6 @@ from serving.front.api.documented_replies import PLAIN_TEXT, STREAMED
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
     OPERATORS_ONLY,
-    IdempotencyHeader,
     Service,
     Tenant,
     check_num_calls,
@@ -29,6 +28,7 @@ from serving.front.api.hidden_sessions import check_not_hidden
 from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import joined_items, json_reply
 from serving.front.api.service import TurnService
+from serving.front.api.session_headers import IdempotencyHeader
 from serving.front.api.sessions.replies import GenerateEncoder, whole_reply
 from serving.front.api.sessions.schema import (
     AbortBody,
