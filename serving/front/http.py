@@ -10,8 +10,6 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from serving.front.api import admin, console, watching
 from serving.front.api.access import CallersKnown
-from serving.front.api.affinity import NO_AFFINITY_RULES, AffinityRules
-from serving.front.api.body_limits import BodyLimits
 from serving.front.api.browsers import NO_RULES, BrowserCallsChecked, BrowserRules
 from serving.front.api.counted import RequestMetrics, RequestsCounted
 from serving.front.api.errors import SHOULD_RETRY, install_error_handlers
@@ -22,6 +20,7 @@ from serving.front.api.openai import chat, completions, models, tokenization
 from serving.front.api.responses import conversations, websocket
 from serving.front.api.responses import routes as responses
 from serving.front.api.responses.background import BackgroundResponses
+from serving.front.api.rules import ApiRules
 from serving.front.api.service import TurnService
 from serving.front.api.sessions import protocol as session_protocol
 from serving.front.api.sessions import routes as sessions
@@ -30,9 +29,8 @@ from serving.front.api.turn_headers import REPLAYED, TURN_INDEX
 from serving.front.recorder import Recorder
 from serving.logs.access_log import REQUEST_ID
 
-KEEP_ALIVE_S = 5.0
 NO_KEYS = KeyRing({})
-NO_MODEL_LIMITS = BodyLimits()
+DEFAULT_RULES = ApiRules()
 NO_RECORDER = Recorder()
 PROTOCOLS = (
     chat,
@@ -54,15 +52,9 @@ def create_http_app(
     service_provider: Callable[[], TurnService],
     *,
     keys: KeyRing = NO_KEYS,
-    body_limits: BodyLimits = NO_MODEL_LIMITS,
-    keep_alive_s: float = KEEP_ALIVE_S,
+    rules: ApiRules = DEFAULT_RULES,
     max_websockets: int = MOST_SOCKETS,
     browser_rules: BrowserRules = NO_RULES,
-    incremental_streaming_output: bool = False,
-    ignore_unknown_fields: bool = False,
-    request_chat_template: bool = False,
-    request_priority: bool = False,
-    affinity_rules: AffinityRules = NO_AFFINITY_RULES,
     operators: bool = True,
     background: BackgroundResponses | None = None,
     metrics: RequestMetrics | None = None,
@@ -71,24 +63,15 @@ def create_http_app(
     """The HTTP application.
 
     `service_provider` is called for each request: the service may start after the application. If there are `keys`,
-    calls need one of them. A stream is silent for at most `keep_alive_s`. Without `operators`, calls that are for
-    operators are refused. `ignore_unknown_fields`: a body may have unknown fields. `request_chat_template`: it may
-    bring its own chat template. `request_priority`: it may set a priority. `affinity_rules`: which requests should be
-    at one replica. `background`: the responses that run after their requests have returned; the caller stops them. With
-    None there are no other front ends, and these responses end with the process. `metrics` counts the requests;
-    `recorder` logs and traces them.
+    calls need one of them. Without `operators`, calls that are for operators are refused. `background`: the responses
+    that run after their requests have returned; the caller stops them. With None there are no other front ends, and
+    these responses end with the process. `metrics` counts the requests; `recorder` logs and traces them.
     """
     app = FastAPI(title="Kedge", summary="Session-native serving of large language models")
     app.state.service_provider = service_provider
-    app.state.body_limits = body_limits
+    app.state.rules = rules
     app.state.background = background or BackgroundResponses()
-    app.state.keep_alive_s = keep_alive_s
     app.state.sockets = Sockets(max_websockets)
-    app.state.incremental_streaming_output = incremental_streaming_output
-    app.state.ignore_unknown_fields = ignore_unknown_fields
-    app.state.request_chat_template = request_chat_template
-    app.state.request_priority = request_priority
-    app.state.affinity_rules = affinity_rules
     install_error_handlers(app)
     for routes in _protocol_routes():
         app.include_router(routes)

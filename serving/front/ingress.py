@@ -19,11 +19,11 @@ from ray.serve.handle import DeploymentHandle
 from controllers.records import ReplicaAddress
 from controllers.settings import Deployment
 from serving.background import BackgroundTasks
-from serving.front.api.affinity import AffinityRules
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.browsers import BrowserRules
 from serving.front.api.keys import KeyRing
 from serving.front.api.responses.background import BackgroundResponses
+from serving.front.api.rules import AffinityRules, ApiRules
 from serving.front.api.service import TurnService
 from serving.front.cluster_client import FIGURES_TIMEOUT_S, ClusterClient
 from serving.front.departure import LOOK_INTERVAL_S as LOOK_FOR_DEPARTURE_S
@@ -209,19 +209,13 @@ class Ingress:
         return self._app(operators=self._operator_port is None, tells_id=False)
 
     def _app(self, *, operators: bool, tells_id: bool) -> FastAPI:
-        args, api, affinity = self._args.ingress, self._args.api, self._args.sessions.unnamed.affinity
+        args = self._args.ingress
         app = create_http_app(
             lambda: self.service,
             keys=self._keys,
-            body_limits=BodyLimits.of_context(self._service.model.max_context_len, args.max_body_bytes),
-            keep_alive_s=args.keep_alive_s,
+            rules=self._rules(),
             max_websockets=args.max_websockets,
             browser_rules=BrowserRules(args.allowed_hosts, args.allowed_origins),
-            incremental_streaming_output=args.incremental_streaming_output,
-            ignore_unknown_fields=api.unknown_fields == "ignore",
-            request_chat_template=api.request_chat_template,
-            request_priority=api.request_priority,
-            affinity_rules=AffinityRules(affinity.user, affinity.cookie),
             operators=operators,
             background=self._background,
             metrics=self._metrics,
@@ -232,6 +226,18 @@ class Ingress:
 
             app.include_router(fault_routes(self._replicas, self._args.controller.actor_names()))
         return app
+
+    def _rules(self) -> ApiRules:
+        args, api, affinity = self._args.ingress, self._args.api, self._args.sessions.unnamed.affinity
+        return ApiRules(
+            ignore_unknown_fields=api.unknown_fields == "ignore",
+            request_chat_template=api.request_chat_template,
+            request_priority=api.request_priority,
+            incremental_streaming_output=args.incremental_streaming_output,
+            affinity_rules=AffinityRules(affinity.user, affinity.cookie),
+            body_limits=BodyLimits.of_context(self._service.model.max_context_len, args.max_body_bytes),
+            keep_alive_s=args.keep_alive_s,
+        )
 
     async def __del__(self) -> None:
         """Stops everything. Serve also calls this after `__init__` has raised; that error must stay the one seen."""

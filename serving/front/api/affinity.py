@@ -10,16 +10,7 @@ from dataclasses import dataclass
 
 from starlette.requests import HTTPConnection
 
-
-@dataclass(frozen=True, slots=True)
-class AffinityRules:
-    """Which names count beside `prompt_cache_key`: the user that a request names, and the cookie of this name."""
-
-    user: bool = False
-    cookie: str | None = None
-
-
-NO_AFFINITY_RULES = AffinityRules()
+from serving.front.api.rules import rules_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +22,7 @@ class AffinityKeys:
 
     @classmethod
     def of(cls, connection: HTTPConnection) -> AffinityKeys:
-        rules: AffinityRules = connection.app.state.affinity_rules
+        rules = rules_of(connection.app).affinity_rules
         cookie = None if rules.cookie is None else connection.cookies.get(rules.cookie)
         return cls(rules.user, cookie)
 

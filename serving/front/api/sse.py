@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving.front.api.errors import ClientGone
 from serving.front.api.reply_json import reply_json
+from serving.front.api.rules import rules_of
 from serving.front.api.turn_headers import turn_headers
 from serving.front.api.turn_streams import RunsTurns, TurnPlan, open_turns, until_disconnect
 from serving.wire.errors import error_info
@@ -90,11 +91,10 @@ class TurnEventStream(EventSourceResponse):
         super().__init__((), headers=STREAM_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        keep_alive_s: float = scope["app"].state.keep_alive_s
         self._send_start: Send = send
         self._send_body: Send = scope["state"]["send_body"]
         try:
-            await until_disconnect(receive, self._reply(keep_alive_s))
+            await until_disconnect(receive, self._reply(rules_of(scope["app"]).keep_alive_s))
         except ClientGone:
             if not self._started:
                 raise

@@ -17,6 +17,7 @@ from pydantic_core import from_json
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.documented_replies import documented_errors
 from serving.front.api.ignored_fields import IGNORED_FIELDS, IgnoredFields
+from serving.front.api.rules import rules_of
 
 Body = TypeVar("Body", bound=BaseModel)
 Location = tuple[str | int, ...]
@@ -118,8 +119,7 @@ class StrictJsonRequest(Request):
 
     @property
     def _limits(self) -> BodyLimits:
-        limits: BodyLimits = self.app.state.body_limits
-        return limits
+        return rules_of(self.app).body_limits
 
 
 class StrictJsonRoute(APIRoute):
@@ -137,7 +137,7 @@ class StrictJsonRoute(APIRoute):
         async def handle(request: Request) -> Response:
             strict = StrictJsonRequest(request.scope, request.receive)
             strict.model = model
-            strict.ignored = IgnoredFields() if request.app.state.ignore_unknown_fields else None
+            strict.ignored = IgnoredFields() if rules_of(request.app).ignore_unknown_fields else None
             response = await handler(strict)
             if strict.ignored:
                 response.headers[IGNORED_FIELDS] = strict.ignored.header

@@ -16,6 +16,7 @@ from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import ClientGone, openai_error
 from serving.front.api.fields import OPERATORS_ONLY, Client, Service
 from serving.front.api.reply_json import reply_json
+from serving.front.api.rules import rules_of
 from serving.front.api.service import TurnService
 from serving.front.api.sse import KEEP_ALIVE_COMMENT, SEND_PATIENCE_S, STREAM_HEADERS, server_event
 from serving.front.api.strict_json import StrictJsonRoute
@@ -79,7 +80,7 @@ class WatchStream(EventSourceResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._reply(send, scope["app"].state.keep_alive_s))
+            await until_disconnect(receive, self._reply(send, rules_of(scope["app"]).keep_alive_s))
         except ClientGone:
             return
 

@@ -15,6 +15,7 @@ from serving.front.api.fields import adapter_of, check_min_tokens, stop_strings
 from serving.front.api.openai.chat_schema import ChatBody
 from serving.front.api.openai.requests import OpenAiBody
 from serving.front.api.priorities import engine_priority
+from serving.front.api.rules import ApiRules
 from serving.wire.turns import ModelInfo, SessionTurn
 
 WHOLE_CONTEXT = -1
@@ -28,7 +29,12 @@ _NOT_IN_SESSIONS = (
 
 
 def call_fields(
-    request: Request, body: OpenAiBody, session: SessionTurn | None, tenant: str, model: ModelInfo
+    request: Request,
+    rules: ApiRules,
+    body: OpenAiBody,
+    session: SessionTurn | None,
+    tenant: str,
+    model: ModelInfo,
 ) -> dict[str, Any]:
     """Fields of a TurnCall that are the same for each choice. Raises ServiceError, which names the field."""
     most, most_field = body.most_tokens(model)
@@ -40,7 +46,7 @@ def call_fields(
     return {
         "session": session,
         "tenant": tenant,
-        "priority": engine_priority(request.app.state.request_priority, lower_first=body.priority),
+        "priority": engine_priority(rules.request_priority, lower_first=body.priority),
         "sampling": body.sampling(model),
         "stop": stop_strings(body.stop),
         "trim_stop": not body.include_stop_str_in_output,

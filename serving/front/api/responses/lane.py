@@ -21,6 +21,7 @@ from serving.front.api.responses.routes import AskedResponse, asked_response
 from serving.front.api.responses.schema import ResponsesBody
 from serving.front.api.responses.store import NO_RESPONSE
 from serving.front.api.responses.stream import EventNumbers, ResponseEvents
+from serving.front.api.rules import ApiRules
 from serving.front.api.service import TurnService
 from serving.front.api.sockets import Socket
 from serving.front.api.strict_json import NotSupported, StrictBody, validated_body
@@ -87,9 +88,7 @@ class Lane:
         tenant: str,
         memory: Memory,
         affinity: AffinityKeys,
-        *,
-        ignores_unknown_fields: bool,
-        allows_priority: bool,
+        rules: ApiRules,
     ) -> None:
         self._name = stream_id
         self._common: Json = {} if stream_id is None else {"stream_id": stream_id}
@@ -98,8 +97,7 @@ class Lane:
         self._tenant = tenant
         self._memory = memory
         self._affinity = affinity
-        self._ignores_unknown_fields = ignores_unknown_fields
-        self._allows_priority = allows_priority
+        self._rules = rules
 
     async def answer(self, value: Json, size_bytes: int, *, is_small: bool) -> None:
         """Makes the response that a message asks for, and sends its events. Raises errors that come before the first
@@ -107,12 +105,12 @@ class Lane:
         envelope = {name: value[name] for name in Create.model_fields if name in value}
         create = await validated_body(Create, envelope, None, is_small=True)
         fields = {name: each for name, each in value.items() if name not in Create.model_fields}
-        ignored = IgnoredFields() if self._ignores_unknown_fields else None
+        ignored = IgnoredFields() if self._rules.ignore_unknown_fields else None
         body = await validated_body(ResponsesBody, fields, ignored, is_small=is_small)
         if create.generate is False:
             body = body.model_copy(update={"store": False, "max_output_tokens": 1})
         before = self._memory.find(body.previous_response_id)
-        priority = engine_priority(self._allows_priority, lower_first=body.priority)
+        priority = engine_priority(self._rules.request_priority, lower_first=body.priority)
         continued = None if before is None else begun(body, before.items)
         asked = await asked_response(body, self._service, self._tenant, priority, self._affinity, continued)
         opening = {IGNORED_FIELDS: ignored.header} if ignored else {}

@@ -22,6 +22,7 @@ from serving.front.api.errors import ClientGone, refusal
 from serving.front.api.fields import Client, Service, Tenant
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.lane import CREATE, Lane, Memory, error_event
+from serving.front.api.rules import Rules
 from serving.front.api.sockets import Received, Socket, Sockets
 from serving.front.api.strict_json import SMALL_BODY_BYTES, parsed_json
 from serving.wire.turns import ErrorInfo, ServiceError
@@ -50,12 +51,13 @@ def routes() -> APIRouter:
     return router
 
 
-async def respond(websocket: WebSocket, service: Service, tenant: Tenant, caller: Client) -> None:
+async def respond(
+    websocket: WebSocket, service: Service, tenant: Tenant, caller: Client, rules: Rules
+) -> None:
     """Serves a connection until its end. Raises ServiceError if it is not accepted."""
     _check_headers(websocket)
-    state = websocket.app.state
-    limits: BodyLimits = state.body_limits
-    sockets: Sockets = state.sockets
+    limits = rules.body_limits
+    sockets: Sockets = websocket.app.state.sockets
 
     def is_known() -> bool:
         return bool(websocket.state.find_caller() == caller)
@@ -68,8 +70,7 @@ async def respond(websocket: WebSocket, service: Service, tenant: Tenant, caller
             tenant,
             memory,
             AffinityKeys.of(websocket),
-            ignores_unknown_fields=state.ignore_unknown_fields,
-            allows_priority=state.request_priority,
+            rules,
         )
 
     socket, memory = Socket(websocket, limits.size_bytes), Memory(limits.size_bytes)

@@ -27,6 +27,7 @@ from serving.front.api.fields import (
 from serving.front.api.hidden_sessions import check_not_hidden
 from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import joined_items, json_reply
+from serving.front.api.rules import Rules
 from serving.front.api.service import TurnService
 from serving.front.api.session_headers import IdempotencyHeader
 from serving.front.api.sessions.replies import GenerateEncoder, whole_reply
@@ -150,17 +151,19 @@ async def generate(
     request: Request,
     service: Service,
     tenant: Tenant,
+    rules: Rules,
     idempotency_key: IdempotencyHeader = None,
 ) -> Response:
-    priority = engine_priority(request.app.state.request_priority, higher_first=body.priority)
+    priority = engine_priority(rules.request_priority, higher_first=body.priority)
     plan = _plan(body, service.model, tenant, priority, AffinityKeys.of(request).key())
     runner: RunsTurns = service
     if body.session_params is not None:
         plan, runner = await _in_session(plan, body.session_params, idempotency_key, service)
     as_list = body.batched or body.sampling.n > 1
     if body.stream:
-        incremental: bool = request.app.state.incremental_streaming_output
-        encoder = GenerateEncoder(body, plan, numbered=as_list, incremental=incremental)
+        encoder = GenerateEncoder(
+            body, plan, numbered=as_list, incremental=rules.incremental_streaming_output
+        )
         return TurnEventStream(runner, plan, encoder)
     results = await until_disconnect(request.receive, collect(runner, plan))
     replies = [

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from websockets.asyncio.client import connect
 
-from serving.front.api.affinity import AffinityRules
+from serving.front.api.rules import AffinityRules, ApiRules
 from serving.front.http import create_http_app
 from tests.unit.serving.local_service import LocalService, http_server, local_service
 
@@ -35,7 +35,7 @@ BY_USER_ID = {"metadata": {"user_id": "ann"}}
 async def served(directory: Path, rules: AffinityRules) -> AsyncIterator[tuple[str, LocalService]]:
     async with (
         local_service(Path(tempfile.mkdtemp(dir=directory))) as service,
-        http_server(create_http_app(lambda: service, affinity_rules=rules)) as url,
+        http_server(create_http_app(lambda: service, rules=ApiRules(affinity_rules=rules))) as url,
     ):
         yield url, service
 

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from serving.front.api.body_limits import BodyLimits
+from serving.front.api.rules import ApiRules
 from serving.front.http import create_http_app
 from serving.wire.turns import ErrorInfo
 from tests.unit.serving.local_service import client_of, local_client, local_service
@@ -280,7 +281,7 @@ async def test_what_is_not_declared_as_json(path: str) -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", GENERATE])
 @pytest.mark.parametrize("declared", [True, False])
 async def test_bodies_have_a_limit(path: str, declared: bool) -> None:
-    app = create_http_app(_no_service, body_limits=BodyLimits(size_bytes=1000))
+    app = create_http_app(_no_service, rules=ApiRules(body_limits=BodyLimits(size_bytes=1000)))
     body = json.dumps({"prompt": "a" * 2000}).encode()
 
     async def pieces() -> Any:

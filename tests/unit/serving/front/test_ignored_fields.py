@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from serving.front.api.ignored_fields import IGNORED_FIELDS, MOST_NAMED
+from serving.front.api.rules import ApiRules
 from serving.front.http import create_http_app
 from tests.unit.serving.local_service import client_of, local_service
 
@@ -22,7 +23,7 @@ LONG = "x" * 70_000
 async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     async with (
         local_service(tmp_path) as service,
-        client_of(create_http_app(lambda: service, ignore_unknown_fields=True)) as client,
+        client_of(create_http_app(lambda: service, rules=ApiRules(ignore_unknown_fields=True))) as client,
     ):
         yield client
 

@@ -16,6 +16,7 @@ import pytest
 from controllers.errors import StoreError
 from engine.api import EngineOverloaded
 from serving.cli.client.stream import EventSplitter
+from serving.front.api.rules import ApiRules
 from serving.front.http import create_http_app
 from tests.unit.serving.front.streamed_requests import PATHS, STREAMED
 from tests.unit.serving.local_service import MODEL, LocalService, http_server, local_service
@@ -28,7 +29,7 @@ NEVER_S = 3600.0
 @asynccontextmanager
 async def served(directory: Path, keep_alive_s: float) -> AsyncIterator[tuple[str, LocalService]]:
     async with local_service(directory) as service:
-        app = create_http_app(lambda: service, keep_alive_s=keep_alive_s)
+        app = create_http_app(lambda: service, rules=ApiRules(keep_alive_s=keep_alive_s))
         async with http_server(app) as url:
             yield url, service
 
@@ -162,7 +163,7 @@ async def test_a_refusal_has_a_status_unless_a_comment_came_first(tmp_path: Path
         body = PATHS["/v1/completions"] | {"stream": True}
         headers = {"x-session-id": "s"}
         async with (
-            http_server(create_http_app(lambda: service, keep_alive_s=OFTEN_S)) as url,
+            http_server(create_http_app(lambda: service, rules=ApiRules(keep_alive_s=OFTEN_S))) as url,
             httpx.AsyncClient(base_url=url) as client,
         ):
             async with client.stream("POST", "/v1/completions", json=body, headers=headers) as reply:
@@ -174,7 +175,7 @@ async def test_a_refusal_has_a_status_unless_a_comment_came_first(tmp_path: Path
             assert json.loads(lines[0].removeprefix("data: "))["error"]["code"] == "store_unavailable"
             assert lines[1:] == ["data: [DONE]"]
         async with (
-            http_server(create_http_app(lambda: service, keep_alive_s=NEVER_S)) as url,
+            http_server(create_http_app(lambda: service, rules=ApiRules(keep_alive_s=NEVER_S))) as url,
             httpx.AsyncClient(base_url=url) as client,
         ):
             refused = await client.post("/v1/completions", json=body, headers=headers)

@@ -21,6 +21,7 @@ from serving.front.api import body_limits
 from serving.front.api.body_limits import MIB, PIECE_BYTES, BodyLimits
 from serving.front.api.openai.chat_schema import MAX_MESSAGES, ChatBody
 from serving.front.api.openai.completions_schema import CompletionBody
+from serving.front.api.rules import ApiRules
 from serving.front.api.sessions.schema import GenerateBody
 from serving.front.api.strict_json import SMALL_BODY_BYTES, StrictBody
 from serving.front.http import create_http_app
@@ -163,7 +164,7 @@ async def test_others_are_served_while_a_large_body_is_counted(tmp_path: Path) -
             turns += 1
 
     async with local_service(tmp_path) as service:
-        app = create_http_app(lambda: service, body_limits=BodyLimits.of_context(131_072))
+        app = create_http_app(lambda: service, rules=ApiRules(body_limits=BodyLimits.of_context(131_072)))
         noting = asyncio.create_task(note_turns())
         async with client_of(app) as client:
             body = b'{"user":"' + b"\\" * (8 * MIB) + b'"}'

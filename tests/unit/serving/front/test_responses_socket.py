@@ -15,6 +15,7 @@ import pytest
 
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.responses import websocket as responses_socket
+from serving.front.api.rules import ApiRules
 from serving.front.http import create_http_app
 from serving.wire.turns import ErrorInfo, ServiceError, SessionInfo, TurnCall, TurnEvent, TurnTranscript
 from tests.unit.serving.front.socket_client import RawSocket, opened
@@ -70,7 +71,7 @@ async def service(tmp_path: Path) -> AsyncIterator[LocalService]:
 
 @pytest.fixture
 async def url(service: LocalService) -> AsyncIterator[str]:
-    app = create_http_app(lambda: service, body_limits=BodyLimits(size_bytes=MEBIBYTE))
+    app = create_http_app(lambda: service, rules=ApiRules(body_limits=BodyLimits(size_bytes=MEBIBYTE)))
     async with http_server(app) as url:
         yield url
 
@@ -233,7 +234,7 @@ async def test_fields_of_http_that_say_nothing_here_may_be_sent(socket: RawSocke
 
 
 async def test_unknown_fields_that_may_pass_are_told(service: LocalService) -> None:
-    app = create_http_app(lambda: service, ignore_unknown_fields=True)
+    app = create_http_app(lambda: service, rules=ApiRules(ignore_unknown_fields=True))
     async with http_server(app) as url, opened(url) as socket:
         await socket.create("a", mood=1)
         first, *others = await socket.events()

@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.api import SamplingParams
+from serving.front.api.rules import ApiRules
 from serving.front.api.sessions.replies import GenerateEncoder
 from serving.front.api.sessions.schema import GenerateBody
 from serving.front.api.turn_streams import TurnPlan
@@ -103,7 +104,7 @@ async def test_incremental_streams_tell_what_is_new(tmp_path: Path) -> None:
     """Each event used to repeat all text before it: 400 tokens took 276 kB."""
     body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY, "return_logprob": True, "logprob_start_len": 0}
     async with local_service(tmp_path) as service:
-        app = create_http_app(lambda: service, incremental_streaming_output=True)
+        app = create_http_app(lambda: service, rules=ApiRules(incremental_streaming_output=True))
         async with client_of(app) as client:
             whole = (await client.post("/generate", json=body)).json()
             stream = (await client.post("/generate", json={**body, "stream": True})).text

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from serving.front.api.rules import ApiRules
 from serving.front.http import create_http_app
 from serving.front.known_places import KnownPlaces
 from tests.unit.serving.local_service import LocalService, client_of, local_client, local_service, small_text
@@ -239,7 +240,7 @@ async def test_a_final_message_is_gone_on_with(tmp_path: Path) -> None:
 async def test_a_request_may_bring_its_template_where_that_is_allowed(tmp_path: Path) -> None:
     template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
     async with local_service(tmp_path) as service:
-        app = create_http_app(lambda: service, request_chat_template=True)
+        app = create_http_app(lambda: service, rules=ApiRules(request_chat_template=True))
         async with client_of(app) as client:
             body = {"messages": [HELLO, HELLO], "chat_template": template}
             tokens = await prompt_of(client, service, CHAT, body)
@@ -267,7 +268,7 @@ async def test_a_request_may_bring_its_template_where_that_is_allowed(tmp_path: 
 async def test_a_template_of_a_request_that_fails_is_refused_by_name(tmp_path: Path, template: str) -> None:
     """Errors other than Jinja's own used to be answered with a 500."""
     async with local_service(tmp_path) as service:
-        app = create_http_app(lambda: service, request_chat_template=True)
+        app = create_http_app(lambda: service, rules=ApiRules(request_chat_template=True))
         async with client_of(app) as client:
             reply = await client.post(CHAT, json={"messages": [HELLO], "chat_template": template})
     error = reply.json()["error"]
