@@ -143,6 +143,7 @@ def test_an_engine_measures_its_model_and_says_what_it_found(method: Speculation
     draft = ModelSettings(str(MODELS / "kedge-chat-draft"), num_threads=1) if method == "draft" else None
     speculation = SpeculationSettings(method, draft_model=draft)
     engine = build_engine(EngineSettings(model, CacheSettings(num_pages=8), speculation=speculation), print)
-    found = {name: value for name, value in engine.describe().items() if name.startswith("speculation_")}
-    assert 0.0 < float(found["speculation_row_cost"]) < 2.0
-    assert (float(found["speculation_draft_cost"]) > 0.0) is (method == "draft")
+    described = engine.describe()
+    costs = [described[f"speculation_{name}_cost"] for name in ("second_row", "row", "draft")]
+    assert all(isinstance(cost, float) and cost >= 0.0 for cost in costs)
+    assert any(costs)
