@@ -69,6 +69,12 @@ def _kill_by_signal(handle: ActorHandle) -> None:
     os.kill(_pid(handle), signal.SIGKILL)
 
 
+def _commit(handle: ActorHandle, record: TurnRecord) -> None:
+    (error,) = ray.get(handle.commit_turns.remote([record]))
+    if error is not None:
+        raise error
+
+
 def _run_turns(
     handle: ActorHandle, owners: dict[str, Assignment], histories: dict[str, list[int]], rng: random.Random
 ) -> None:
@@ -81,7 +87,7 @@ def _run_turns(
             start_len = rng.randint(0, len(history)) if rng.random() < 0.3 else len(history)
             tokens = [rng.randrange(2**32) for _ in range(rng.randint(1, 50))]
             record = TurnRecord(session_id, owner.epoch, index, start_len, encode_tokens(tokens), 1)
-            ray.get(handle.commit_turn.remote(record))
+            _commit(handle, record)
             histories[session_id] = history[:start_len] + tokens
 
 
@@ -115,12 +121,12 @@ def test_a_kill_amid_commits_loses_and_repeats_none(controller: ActorHandle) -> 
     owners = ray.get([controller.open_session.remote(f"s{index}") for index in range(200)])
     pid = _pid(controller)
     calls = [
-        controller.commit_turn.remote(TurnRecord(owner.session_id, 1, 0, 0, encode_tokens([index, 7]), 1))
+        controller.commit_turns.remote([TurnRecord(owner.session_id, 1, 0, 0, encode_tokens([index, 7]), 1)])
         for index, owner in enumerate(owners)
     ]
     ray.wait(calls, num_returns=20)
     os.kill(pid, signal.SIGKILL)
-    ray.get(calls)
+    assert ray.get(calls) == [[None]] * len(owners)
     for index, owner in enumerate(owners):
         record = ray.get(controller.load_session.remote(owner.session_id, 1, owner.replica_id))
         assert (unpack_tokens(record.history).tolist(), record.turns) == ([index, 7], 1)
@@ -129,14 +135,14 @@ def test_a_kill_amid_commits_loses_and_repeats_none(controller: ActorHandle) -> 
 def test_moved_ownership_survives(controller: ActorHandle) -> None:
     opened = ray.get(controller.open_session.remote("s"))
     record = TurnRecord("s", 1, 0, 0, encode_tokens([1, 2]), 1, "key", b"result")
-    ray.get(controller.commit_turn.remote(record))
+    _commit(controller, record)
     assert ray.get(controller.report_unreachable.remote(opened.replica_id, True))
     moved = ray.get(controller.resolve.remote("s"))
     assert (moved.epoch, moved.fresh) == (2, True)
     _kill_by_signal(controller)
     assert ray.get(controller.resolve.remote("s")) == Assignment("s", moved.replica_id, 2, fresh=False)
     with pytest.raises(StaleEpoch):
-        ray.get(controller.commit_turn.remote(TurnRecord("s", 1, 1, 2, encode_tokens([3]), 1)))
+        _commit(controller, TurnRecord("s", 1, 1, 2, encode_tokens([3]), 1))
     loaded = ray.get(controller.load_session.remote("s", 2, moved.replica_id))
     assert unpack_tokens(loaded.history).tolist() == [1, 2]
     assert [result.result for result in loaded.results] == [b"result"]
@@ -148,7 +154,7 @@ def test_errors_arrive_typed(controller: ActorHandle) -> None:
         ray.get(controller.open_session.remote("s"))
     assert (exists.value.code, exists.value.param) == ("session_exists", "session_id")
     with pytest.raises(SessionNotFound) as missing:
-        ray.get(controller.resolve.remote("s", False, "other tenant"))
+        ray.get(controller.resolve.remote("s", False, "other"))
     assert isinstance(missing.value, ControllerError)
     assert missing.value.message == "no session 's'"
 
@@ -185,7 +191,7 @@ def test_a_log_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ray.exceptions.ActorDiedError, match=r"StoreError: cannot open session log .*garbage\.db"
     ):
-        ray.get(handle.stats.remote())
+        ray.get(handle.measures.remote())
 
 
 def test_a_controller_that_starts_while_redis_is_away_waits_for_it(tmp_path: Path) -> None:
