@@ -23,7 +23,9 @@ def null_app(document: dict[str, Any]) -> None:
 
 
 def fewer_pages(document: dict[str, Any]) -> None:
-    document["applications"][0]["args"]["cache"].update(num_pages=1500)
+    cache = document["applications"][0]["args"]["cache"]
+    del cache["size_mib"]
+    cache["num_pages"] = 1500
 
 
 @pytest.fixture(scope="module")
