@@ -48,6 +48,16 @@ class AskedToRewind:
 
 
 @dataclass(slots=True)
+class CommittedRewind:
+    """A rewind that the log has taken. `told`: a client heard of it."""
+
+    session_id: str
+    length: int
+    committed_s: float
+    told: bool = False
+
+
+@dataclass(slots=True)
 class AskedToClose:
     """A close that was asked for. `answered_s` is None while there is no answer; the close may then happen at any
     time."""
@@ -64,6 +74,7 @@ class Truth(LogListener):
         self._clock = clock
         self._closes: list[AskedToClose] = []
         self._rewinds: list[AskedToRewind] = []
+        self._committed_rewinds: list[CommittedRewind] = []
         self._closed: dict[str | None, list[Life]] = {}
         self._asked: dict[int, Asked] = {}
         self.turns = 0
@@ -94,9 +105,14 @@ class Truth(LogListener):
         return self._rewinds[-1]
 
     def rewound(self, asked: AskedToRewind) -> None:
-        """A client was told that the session is rewound."""
-        if not asked.lives:
-            self.wrong(f"{asked}: told as done, and not in the log")
+        """A client was told that the session is rewound. Requests side by side may ask for the same; each that is told
+        as done has a commit of its own."""
+        for each in self._committed_rewinds:
+            alike = (each.session_id, each.length) == (asked.session_id, asked.length)
+            if alike and not each.told and each.committed_s >= asked.asked_s:
+                each.told = True
+                return
+        self.wrong(f"{asked}: told as done, and not in the log")
 
     def answered(self, close: AskedToClose) -> None:
         close.answered_s = self._clock()
@@ -153,14 +169,14 @@ class Truth(LogListener):
             self.wrong(f"{name}: committed {turn.output}, which does not follow from its history")
 
     def _committed_rewind(self, life: Life, turn: Committed) -> None:
+        length = len(turn.before)
+        self._committed_rewinds.append(CommittedRewind(life.session_id, length, self._clock()))
         for asked in reversed(self._rewinds):  # of tries alike, an earlier one may have been refused
-            alike = (asked.session_id, asked.length) == (life.session_id, len(turn.before))
+            alike = (asked.session_id, asked.length) == (life.session_id, length)
             if alike and all(each is not life for each in asked.lives):
                 asked.lives.append(life)
                 return
-        self.wrong(
-            f"turn {turn.turn_index} of {life.session_id}: rewound to {len(turn.before)}, not as asked for"
-        )
+        self.wrong(f"turn {turn.turn_index} of {life.session_id}: rewound to {length}, not as asked for")
 
     def was_cut(self, asked: Asked) -> bool:
         """Whether a rewind has cut the turn since it was committed. Its answer is then not told again."""
