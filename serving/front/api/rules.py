@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from fastapi import Depends, FastAPI
-from starlette.requests import HTTPConnection
+from fastapi import FastAPI
 
 from serving.front.api.body_limits import BodyLimits
 
@@ -44,11 +42,3 @@ class ApiRules:
 def rules_of(app: FastAPI) -> ApiRules:
     rules: ApiRules = app.state.rules
     return rules
-
-
-async def get_rules(connection: HTTPConnection) -> ApiRules:
-    """Async, because FastAPI would run a plain function on a thread."""
-    return rules_of(connection.app)
-
-
-Rules = Annotated[ApiRules, Depends(get_rules)]

@@ -51,7 +51,7 @@ from serving.front.api.reply_json import (
     list_items,
     reply_json,
 )
-from serving.front.api.rules import Rules
+from serving.front.api.rules import rules_of
 from serving.front.api.session_headers import InSession
 from serving.front.api.sse import TurnEventStream, server_event
 from serving.front.api.strict_json import StrictJsonRoute
@@ -73,13 +73,13 @@ async def chat_completions(
     headers: InSession,
     service: Service,
     tenant: Tenant,
-    rules: Rules,
 ) -> Response:
     model_id = adapter_of(body.model, service.model) or service.model.model_id
     check_stream_options(body)
     session = headers.turn(body.n or 1, "n")
     reply_id = f"chatcmpl-{body.request_id or new_id('')}"
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, service.model)
+    rules = rules_of(request.app)
     prompt_fields = chat_prompt_fields(body, own_template=rules.request_chat_template)
     fields = call_fields(request, rules, body, session, tenant, service.model)
     make_plan = partial(_plan, body, tools, reply_id, service.model, prompt_fields, fields)

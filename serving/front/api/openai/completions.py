@@ -45,7 +45,7 @@ from serving.front.api.reply_json import (
     list_items,
     reply_json,
 )
-from serving.front.api.rules import Rules
+from serving.front.api.rules import rules_of
 from serving.front.api.session_headers import InSession
 from serving.front.api.sse import TurnEventStream, server_event
 from serving.front.api.strict_json import StrictJsonRoute
@@ -75,7 +75,6 @@ async def completions(
     headers: InSession,
     service: Service,
     tenant: Tenant,
-    rules: Rules,
 ) -> Response:
     model_id = adapter_of(body.model, service.model) or service.model.model_id
     prompts = body.prompts()
@@ -89,6 +88,7 @@ async def completions(
     if body.echo and body.truncate_prompt_tokens is not None:
         raise refusal("echo: not possible with truncate_prompt_tokens.", "echo")
     reply_id = f"cmpl-{body.request_id or new_id('')}"
+    rules = rules_of(request.app)
     fields = call_fields(request, rules, body, session, tenant, service.model)
     plan = _plan(body, prompts, reply_id, fields)
     encoder = CompletionEncoder(body, prompts, reply_id, model_id)

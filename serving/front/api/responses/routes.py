@@ -50,7 +50,7 @@ from serving.front.api.responses.stream import CharacterNumbers, EventNumbers, R
 from serving.front.api.responses.tools import OfferedTools, offered_tools
 from serving.front.api.responses.tried_again import first_try
 from serving.front.api.responses.turns import ResponseTurns
-from serving.front.api.rules import Rules
+from serving.front.api.rules import rules_of
 from serving.front.api.service import TurnService
 from serving.front.api.session_headers import InSession
 from serving.front.api.sse import TurnEventStream
@@ -83,7 +83,6 @@ async def create_response(
     service: Service,
     background: Background,
     tenant: Tenant,
-    rules: Rules,
 ) -> Response:
     check_stream_options(body)
     session = headers.turn(1, "input")
@@ -91,6 +90,7 @@ async def create_response(
         body = in_named_session(body)
     elif headers.retries and (made := await first_try(service, body, tenant)) is not None:
         return await get_response(made, service, background, tenant, stream=body.stream)
+    rules = rules_of(request.app)
     priority = engine_priority(rules.request_priority, lower_first=body.priority)
     before = None if session is None else begun(body)
     asked = await asked_response(body, service, tenant, priority, AffinityKeys.of(request), before, session)

@@ -22,7 +22,7 @@ from serving.front.api.errors import ClientGone, refusal
 from serving.front.api.fields import Client, Service, Tenant
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.lane import CREATE, Lane, Memory, error_event
-from serving.front.api.rules import Rules
+from serving.front.api.rules import rules_of
 from serving.front.api.sockets import Received, Socket, Sockets
 from serving.front.api.strict_json import SMALL_BODY_BYTES, parsed_json
 from serving.wire.turns import ErrorInfo, ServiceError
@@ -51,11 +51,10 @@ def routes() -> APIRouter:
     return router
 
 
-async def respond(
-    websocket: WebSocket, service: Service, tenant: Tenant, caller: Client, rules: Rules
-) -> None:
+async def respond(websocket: WebSocket, service: Service, tenant: Tenant, caller: Client) -> None:
     """Serves a connection until its end. Raises ServiceError if it is not accepted."""
     _check_headers(websocket)
+    rules = rules_of(websocket.app)
     limits = rules.body_limits
     sockets: Sockets = websocket.app.state.sockets
 

@@ -27,7 +27,7 @@ from serving.front.api.fields import (
 from serving.front.api.hidden_sessions import check_not_hidden
 from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import joined_items, json_reply
-from serving.front.api.rules import Rules
+from serving.front.api.rules import rules_of
 from serving.front.api.service import TurnService
 from serving.front.api.session_headers import IdempotencyHeader
 from serving.front.api.sessions.replies import GenerateEncoder, whole_reply
@@ -151,9 +151,9 @@ async def generate(
     request: Request,
     service: Service,
     tenant: Tenant,
-    rules: Rules,
     idempotency_key: IdempotencyHeader = None,
 ) -> Response:
+    rules = rules_of(request.app)
     priority = engine_priority(rules.request_priority, higher_first=body.priority)
     plan = _plan(body, service.model, tenant, priority, AffinityKeys.of(request).key())
     runner: RunsTurns = service
