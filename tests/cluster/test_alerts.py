@@ -253,9 +253,9 @@ def test_replicas_that_die_one_after_another(cluster: ServedCluster, prometheus:
         hold.touch()
         kill(max(replicas, key=lambda replica: replicas[replica]["sessions"]))
         try:
+            prometheus.fires("KedgeReplicaLost", severity="warning", **LABELS)
             for session in sessions:
                 session.turn([9], resumed=True)
-            prometheus.fires("KedgeReplicaLost", severity="warning", **LABELS)
             prometheus.fires("KedgeOwnershipChurn", severity="warning", **BURST_LABELS)
             prometheus.fires("KedgeReplicasMissing", severity="page", **LABELS)
         finally:
