@@ -32,12 +32,14 @@ PLANTED = f"planted by {BY}"
 
 
 class ReplicaFaults:
-    """Used only on the replica's event loop; `engine` is a LocalEngine, `host` the SessionHost. Damage to the books is
-    done on the engine's thread, between two steps. There is at most one fault of each kind."""
+    """Used only on the replica's event loop; `engine` is a LocalEngine, `host` the SessionHost, `heartbeats` the
+    Heartbeats. Damage to the books is done on the engine's thread, between two steps. There is at most one fault of
+    each kind."""
 
-    def __init__(self, engine: Any, host: Any, tasks: BackgroundTasks) -> None:
+    def __init__(self, engine: Any, host: Any, heartbeats: Any, tasks: BackgroundTasks) -> None:
         self._engine = engine
         self._host = host
+        self._heartbeats = heartbeats
         self._tasks = tasks
         self._undo: dict[FaultKind, tuple[Undo, asyncio.TimerHandle]] = {}
 
@@ -176,10 +178,10 @@ class ReplicaFaults:
         return undo
 
     def _fall_silent(self) -> Undo:
-        self._host._left = True
+        self._heartbeats._left = True
 
         async def undo() -> None:
-            self._host._left = False
+            self._heartbeats._left = False
 
         return undo
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from engine.api import Engine
-from serving.replica.session_host import SessionHost
+from serving.replica.heartbeats import Heartbeats
 
 logger = logging.getLogger(__name__)
 
@@ -20,9 +20,9 @@ class EngineWatch:
     any more, so that its sessions move when they are next used.
     """
 
-    def __init__(self, engine: Engine, host: SessionHost, *, step_timeout_s: float) -> None:
+    def __init__(self, engine: Engine, heartbeats: Heartbeats, *, step_timeout_s: float) -> None:
         self._engine = engine
-        self._host = host
+        self._heartbeats = heartbeats
         self._step_timeout_s = step_timeout_s
         self._fault: str | None = None
 
@@ -44,4 +44,4 @@ class EngineWatch:
         self._fault = fault
         logger.error("%s; this replica serves nothing any more", fault)
         self._engine.abandon()
-        await self._host.farewell(fault)
+        await self._heartbeats.farewell(fault)

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,13 +23,14 @@ from serving.background import BackgroundTasks
 from serving.grammars.constraints import ConstraintCompiler
 from serving.logs.call_facts import CALL_FACTS, CallFacts
 from serving.replica.autoscaling_policy import ReplicaLoad
+from serving.replica.drain import HAND_OVER_INTERVAL_S, DrainState, ReplicaDrain
 from serving.replica.empty_turns import EmptyTurns
 from serving.replica.ending_turns import EndingTurns
 from serving.replica.engine_factory import EngineFactory
 from serving.replica.engine_watch import WATCH_INTERVAL_S, EngineWatch
 from serving.replica.gauges import replica_gauges
 from serving.replica.generation_config import sampling_defaults
-from serving.replica.hand_over_pace import HandOverPace
+from serving.replica.heartbeats import Heartbeats
 from serving.replica.kv_watch import LOOK_INTERVAL_S, KVWatch
 from serving.replica.link_server import TICK_S, Emit, LinkServer
 from serving.replica.live_turn import EventMaker
@@ -38,6 +38,7 @@ from serving.replica.mailbox import Mailbox
 from serving.replica.ordered_moves import OrderedMoves
 from serving.replica.place import ReplicaPlace
 from serving.replica.session_host import SessionHost
+from serving.replica.session_offers import SessionOffers
 from serving.replica.tenant_load import TenantLoad
 from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_request import RequestBuilder
@@ -90,16 +91,10 @@ serve_logger = logging.getLogger("ray.serve")  # its records of level INFO reach
 ENGINE_CALL_TIMEOUT_S = 10.0
 ENGINE_STOP_TIMEOUT_S = 5.0
 GAUGE_INTERVAL_S = 5.0
-HAND_OVER_INTERVAL_S = 0.1
 HAND_OVER_TIMEOUT_S = 60.0
 RETIRE_SHARE = 0.9
 """The share of Serve's shutdown timeout for ending turns and handing over sessions. At the timeout Serve ends the
 process, whatever is left."""
-DRAIN_AGAIN_S = 1.0
-"""How long a replica that is to end waits before it asks to drain again. The others may only be suspect, or not heard
-yet by a controller that has just started."""
-LAST_ANSWERS_S = 1.0
-"""How long the last answer may be on its way. The replica deregisters only after that, since front ends then leave."""
 
 
 class LLMReplica:
@@ -136,7 +131,16 @@ class LLMReplica:
         sessions = SessionController(
             place.clock, args.sessions.idle_timeout_s, self._model, make_chain=self._engine.empty_chain
         )
-        self._host = self._host_of(sessions, place.clock)
+        self._host = SessionHost(
+            self._replica_id,
+            self._engine,
+            sessions,
+            self._controller,
+            self._tasks,
+            engine_timeout_s=ENGINE_CALL_TIMEOUT_S,
+            on_loaded=self._metrics.session_loaded,
+        )
+        self._drain, self._heartbeats = self._drain_of(sessions, place.clock)
         self._moves = OrderedMoves(self._replica_id, self._host, sessions, self._controller, self._tasks)
         constraints = ConstraintCompiler(self._text.tokenizer, self._engine.vocab_size)
         self._builder = RequestBuilder(self._engine, self._text, constraints)
@@ -152,10 +156,7 @@ class LLMReplica:
             unix_clock=place.unix_clock,
         )
         self._metrics.read(replica_gauges(self._engine, sessions, self._unnamed, lambda: len(self._links)))
-        self._watch = EngineWatch(self._engine, self._host, step_timeout_s=args.replicas.step_timeout_s)
-        self._drained = False
-        self._clock = place.clock
-        self._answered_s = place.clock()
+        self._watch = EngineWatch(self._engine, self._heartbeats, step_timeout_s=args.replicas.step_timeout_s)
         self._created = int(place.unix_clock())
         self._built = True
         await self._start(place.settle)
@@ -170,6 +171,7 @@ class LLMReplica:
             engine=self._engine,
             sessions=sessions,
             host=self._host,
+            drain=self._drain,
             commits=commits,
             ending=ending,
             unnamed=self._unnamed,
@@ -185,27 +187,38 @@ class LLMReplica:
         )
         return turns, EmptyTurns(sessions, self._host, commits, ending)
 
-    def _host_of(self, sessions: SessionController, clock: Callable[[], float]) -> SessionHost:
-        return SessionHost(
+    def _drain_of(
+        self, sessions: SessionController, clock: Callable[[], float]
+    ) -> tuple[ReplicaDrain, Heartbeats]:
+        offers = SessionOffers(self._replica_id, self._controller)
+        drain = ReplicaDrain(
+            self._replica_id,
+            self._host,
+            sessions,
+            offers,
+            self._controller,
+            self._tasks,
+            calls=lambda: self._links.calls,
+            clock=clock,
+            tokens_per_s=self._args.rebalancing.tokens_per_s,
+            within_s=self._args.replicas.graceful_shutdown_timeout_s / 2,
+        )
+        heartbeats = Heartbeats(
             self._replica_id,
             self._engine,
             sessions,
             self._controller,
-            self._tasks,
-            HandOverPace(
-                clock,
-                self._args.rebalancing.tokens_per_s,
-                within_s=self._args.replicas.graceful_shutdown_timeout_s / 2,
-            ),
-            engine_timeout_s=ENGINE_CALL_TIMEOUT_S,
+            self._host,
+            offers,
+            drain,
             settings_hash=self._args.settings_hash,
-            on_loaded=self._metrics.session_loaded,
         )
+        return drain, heartbeats
 
     def _faults_to_plant(self) -> ReplicaFaults:
         from serving.debug.replica_faults import ReplicaFaults  # loaded only where faults are on
 
-        return ReplicaFaults(self._engine, self._host, self._tasks)
+        return ReplicaFaults(self._engine, self._host, self._heartbeats, self._tasks)
 
     async def serve(self, call: AnyCall, emit: Emit) -> None:
         """Carries out a front end's call. Errors are sent as answers."""
@@ -223,7 +236,7 @@ class LLMReplica:
     async def _turn(self, call: RunTurn, emit: Emit) -> None:
         """Runs a turn, see TurnRunner.run. A drained replica takes no turns, not even while it still runs some. Front
         ends leave it, and Serve replaces it."""
-        if self._host.emptied:
+        if self._drain.emptied:
             self._metrics.turn_ended("moved")
             emit(TurnEvent(error=unavailable("the replica is drained")))
             return
@@ -236,7 +249,7 @@ class LLMReplica:
             logger.exception("request %s failed", call.turn.request_id)
             emit(TurnEvent(error=error_info(error)))
         finally:
-            self._answered_s = self._clock()
+            self._drain.answered()
 
     async def _answer(self, call: AnyCall) -> Any:
         match call:
@@ -257,7 +270,7 @@ class LLMReplica:
                 async with asyncio.timeout(ENGINE_CALL_TIMEOUT_S):
                     return await asyncio.wrap_future(self._engine.flush())
             case Drain():
-                return await self._host.drain()
+                return await self._drain.order()
             case Audit():
                 return await self._audit()
             case Describe():
@@ -313,14 +326,14 @@ class LLMReplica:
     def _describe(self) -> dict[str, Any]:
         """Figures for /get_server_info, JSON ready."""
         figures = replica_figures(self._replica_id, self._turns.num_live, len(self._links), self._engine)
-        state = "draining" if self._host.draining else "up"
+        state = "draining" if self._drain.draining else "up"
         return figures | {"state": state, "model": asdict(self._model.fingerprint)}
 
     async def check_health(self) -> None:
         """Ray Serve replaces the replica when this raises."""
         if fault := self._watch.fault:
             raise RuntimeError(fault)
-        if self._drained:
+        if self._drain.state is DrainState.DRAINED:
             raise RuntimeError("drained, as an operator asked for")
 
     async def __del__(self) -> None:
@@ -334,8 +347,8 @@ class LLMReplica:
             return
         try:
             if self._built:
-                await self._retire()
-                await self._host.farewell()
+                await self._drain.retire(RETIRE_SHARE * self._args.replicas.graceful_shutdown_timeout_s)
+                await self._heartbeats.farewell()
         finally:
             await self._stop(building.result())
 
@@ -352,37 +365,18 @@ class LLMReplica:
         except (EngineError, TimeoutError) as error:
             logger.error("the engine did not stop: %s", error)
 
-    async def _retire(self) -> None:
-        """Prepares for the end: lets turns finish and hands sessions over, while there is time and another replica
-        takes them. The sessions that are left are in the log."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(RETIRE_SHARE * self._args.replicas.graceful_shutdown_timeout_s):
-                await self._begin_drain()
-                tried_s = self._clock()
-                while self._host.hands_over or not self._answered_all():
-                    await asyncio.sleep(HAND_OVER_INTERVAL_S)
-                    if not self._host.draining and self._clock() - tried_s >= DRAIN_AGAIN_S:
-                        await self._begin_drain()
-                        tried_s = self._clock()
-
-    async def _begin_drain(self) -> None:
-        try:
-            await self._host.drain()
-        except ControllerError as error:
-            logger.info("the sessions stay in the log: %s", error)
-
     async def _start(self, settle: Callable[[], None]) -> None:
         await asyncio.to_thread(_warm, self._text)
         settle()
         self._faults = self._faults_to_plant() if self._args.debug.faults else None
         self._engine.start()
         serve_logger.info("replica %s: %s", self._replica_id, execution_line(self._engine))
-        self._host.address = self._listener.open(self._links.frame_came)
+        self._heartbeats.address = self._listener.open(self._links.frame_came)
         controller, sessions = self._args.controller, self._args.sessions
         for shard in range(
             controller.shards
         ):  # each by itself: a shard that does not answer must not delay others
-            beat = partial(self._host.heartbeat, shard)
+            beat = partial(self._heartbeats.beat, shard)
             self._tasks.every(controller.heartbeat_interval_s, beat, timeout_s=controller.replica_timeout_s)
         self._tasks.every(sessions.sweep_interval_s, self._host.expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)
         self._tasks.every(
@@ -398,19 +392,12 @@ class LLMReplica:
     async def _join(self) -> None:
         """Registers with the controller. Raises SettingsRefused."""
         await self._controller.announce()
-        await self._controller.register_replica(self._host.status())
+        await self._controller.register_replica(self._heartbeats.status())
 
     async def _hand_over(self) -> None:
-        await self._host.hand_over()
-        if self._drained:
-            return
-        if self._answered_all() and self._host.emptied:
-            self._drained = True
-            await self._host.farewell()
-
-    def _answered_all(self) -> bool:
-        """Whether no call is under way, and the last answer has had LAST_ANSWERS_S to arrive."""
-        return not self._links.calls and self._clock() - self._answered_s > LAST_ANSWERS_S
+        await self._drain.hand_over()
+        if self._drain.end_if_empty():
+            await self._heartbeats.farewell()
 
     async def _publish_gauges(self) -> None:
         self._publish(self._engine.stats())

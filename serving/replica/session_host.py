@@ -1,4 +1,4 @@
-"""The sessions held on this replica: loaded from the log, forked, handed over, ended, reported to the controller.
+"""The sessions held on this replica: loaded from the log, forked, let go, ended.
 
 Keeps three parties in step: SessionController (turns), the engine (KV) and the cluster controller's ledger (ownership).
 Used on the replica's event loop only.
@@ -12,55 +12,35 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from enum import Enum, auto
 from functools import partial
 from typing import Any, TypeVar
 
 from controllers.errors import (
     ControllerError,
-    SessionMoved,
     SessionNotFound,
     StaleEpoch,
     TurnInFlight,
 )
-from controllers.records import ForkOrder, ReplicaAddress, ReplicaStatus, SessionRecord
+from controllers.records import ForkOrder, SessionRecord
 from controllers.session import SessionController
-from controllers.session_keys import id_in, named, tenant_in
+from controllers.session_keys import named
 from controllers.turns import Fork, Turn
 from engine.api import Engine, EngineError, SessionBusy
 from serving.background import BackgroundTasks
-from serving.logs.audit_log import audit_event
-from serving.replica.hand_over_pace import HandOverPace
-from serving.replica.reported_sessions import ReportedSessions
 from serving.replica.turn_request import history_chain
 from serving.wire.controller_calls import ControllerCalls
-from serving.wire.shard_calls import ShardCalls
 from serving.wire.turns import ForkedSession
 
 logger = logging.getLogger(__name__)
 
-OFFER_TIMEOUT_S = 1.0
-"""The longest that a turn waits while its session is offered to other replicas, also if the controller is away."""
-IN_USE_S = 1.0
-"""A session whose last turn ended less than this ago is in use: its next turn is likely to come soon."""
 ENDS_AT_ONCE = 64  # idle sessions: each waits for a step of the engine and for the controller
 
 T = TypeVar("T")
 
 
-class Offered(Enum):
-    """What came of a session that was offered to other replicas. NO_ANSWER: it is not known; the session may have
-    moved, and its epoch then refuses the next turn."""
-
-    MOVED = auto()
-    NO_TAKER = auto()
-    NO_ANSWER = auto()
-
-
 class SessionHost:
-    """Holds this replica's sessions. `engine_timeout_s` bounds every wait for the engine. `pace` limits how fast a
-    drain hands over sessions in use. `settings_hash` tells old and new replicas of a rolling update apart. `on_loaded`
-    is called with the seconds that loading a session took."""
+    """Holds this replica's sessions. `engine_timeout_s` bounds every wait for the engine. `on_loaded` is called with
+    the seconds that loading a session took."""
 
     def __init__(
         self,
@@ -69,10 +49,8 @@ class SessionHost:
         sessions: SessionController,
         controller: ControllerCalls,
         tasks: BackgroundTasks,
-        pace: HandOverPace,
         *,
         engine_timeout_s: float,
-        settings_hash: str = "",
         on_loaded: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._replica_id = replica_id
@@ -80,27 +58,13 @@ class SessionHost:
         self._sessions = sessions
         self._controller = controller
         self._tasks = tasks
-        self._pace = pace
         self._engine_timeout_s = engine_timeout_s
-        self._settings_hash = settings_hash
         self._on_loaded = on_loaded
         self._loading: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._forking: dict[str, asyncio.Task[ForkedSession]] = {}  # by child
         self._forked: dict[str, asyncio.Task[ForkedSession]] = {}  # by parent
         self._handing_over: dict[str, asyncio.Task[Any]] = {}
         self._ending: dict[str, asyncio.Task[None]] = {}
-        num_shards = len(controller.shards)
-        self._reported = ReportedSessions(engine, sessions, num_shards, controller.shard_of)
-        self._crowded = [False] * num_shards
-        """By shard: it asks that sessions of which a turn begins are offered to other replicas."""
-        self._draining = False
-        self._left = False
-        self._stuck = False
-        """Whether no replica took the last session that was to be handed over."""
-        self._unanswered: set[str] = set()
-        """Sessions that are to be handed over and whose last offer was not answered: they are offered last."""
-        self.address: ReplicaAddress | None = None
-        """Where front ends reach this replica. Set once it listens."""
 
     async def hold(self, session_id: str, epoch: int) -> None:
         """Makes sure that this replica holds the session at `epoch`, and loads its committed history if needed.
@@ -145,41 +109,16 @@ class SessionHost:
         done, _ = await asyncio.wait([forking], timeout=timeout_s)
         return bool(done)
 
-    async def offer(self, session_id: str, epoch: int) -> None:
-        """Offers the session to other replicas if this one is crowded, or if it drains and the pace allows it.
-
-        Called for a turn that begins; that turn keeps other turns away meanwhile. Raises SessionMoved if another
-        replica took the session. The caller must then end the turn with `let_go`."""
-        if self._draining and not self._pace.may_go(self._sessions.committed_len(session_id)):
-            return
-        offers = self._draining or self._crowded[self._controller.shard_of(session_id)]
-        if offers and await self._offer(session_id, epoch) is Offered.MOVED:
-            raise SessionMoved(f"{named(session_id)} has moved to another replica")
-
-    async def _offer(self, session_id: str, epoch: int) -> Offered:
-        try:
-            async with asyncio.timeout(OFFER_TIMEOUT_S):
-                moved = await self._controller.offer_session(session_id, epoch, self._replica_id)
-        except StaleEpoch:  # an earlier try of this call moved it
-            moved = True
-        except (ControllerError, TimeoutError) as error:
-            logger.warning("session %s: not offered to others: %r", session_id, error)
-            # until the controller says so again, so that no other turn waits in vain
-            self._crowded[self._controller.shard_of(session_id)] = False
-            self._pace.stayed()
-            return Offered.NO_ANSWER
-        if not moved:
-            self._pace.stayed()
-            return Offered.NO_TAKER
-        audit_event("session_moved", session_id=id_in(session_id), tenant=tenant_in(session_id), epoch=epoch)
-        return Offered.MOVED
-
     async def handed_over(self, session_id: str, handing_over: asyncio.Task[T]) -> T:
         """Returns the outcome of `handing_over`. New turns of the session wait until it is done. It continues if the
         caller is cancelled."""
         self._handing_over[session_id] = handing_over
         handing_over.add_done_callback(partial(self._settle, session_id))
         return await self._tasks.outcome(handing_over)
+
+    def is_busy(self, session_id: str) -> bool:
+        """Whether the session is being made by a fork, handed over or ended."""
+        return bool(self._busy(session_id))
 
     async def let_go(self, turn: Turn | Fork) -> None:
         """Aborts a turn (or the fork that keeps turns away) and releases its session, which has moved or may have
@@ -247,139 +186,27 @@ class SessionHost:
             logger.info("session %s: idle timeout", session_id)
             await self._end_quietly(session_id)
 
-    async def heartbeat(self, shard: int = 0) -> None:
-        """Reports the load and what is new of the shard's sessions. Drops sessions that are closed or owned elsewhere.
-
-        It does not wait for the engine's step: a slow replica is not a dead one. After `farewell` it does nothing.
-        """
-        if self._left:
+    def drop_stale(self, session_id: str, epoch: int) -> None:
+        """Drops a session that is owned elsewhere or closed, if it is held at `epoch`. Its KV is freed in the
+        background, so that the heartbeat does not wait for the engine."""
+        if self._sessions.epoch(session_id) != epoch:
             return
-        await self._reported.look()
-        await self._report(shard)
-        while self._reported.has_more(shard) and not self._left:
-            await self._report(shard)
-
-    async def drain(self) -> None:
-        """Begins to drain, for good: this replica gets no more sessions, and hands over those that it has.
-
-        Raises NoReplica if no other replica could take them. If the controller does not answer, a later heartbeat tells
-        whether it received the order.
-        """
-        await self._controller.drain_replica(self._replica_id)
-        self._begin_drain()
-
-    async def hand_over(self) -> None:
-        """On a draining replica, hands over the sessions without a turn, one after another. Sessions in use go last, at
-        the pace. A turn for a session that is being handed over waits, and then finds it moved.
-
-        The sessions of a shard that has not answered stay until the next call, which begins with others. So each call
-        waits for a shard once, and one session that cannot be offered keeps no other."""
-        held = self._sessions.snapshot() if self._draining else []
-        self._unanswered.intersection_update(status.session_id for status in held)
-        silent: set[int] = set()
-        for status in sorted(held, key=lambda each: (each.session_id in self._unanswered, -each.idle_s)):
-            shard = self._controller.shard_of(status.session_id)
-            if shard in silent or status.in_turn or status.closing or status.session_id in self._handing_over:
-                continue
-            if status.idle_s < IN_USE_S and not self._pace.may_go(status.tokens):
-                continue
-            handing_over = self._tasks.start(self._hand_over(status.session_id, status.epoch))
-            offered = await self.handed_over(status.session_id, handing_over)
-            self._stuck = offered is Offered.NO_TAKER
-            if self._stuck:
-                return  # no replica takes the others either
-            if offered is Offered.NO_ANSWER:
-                silent.add(shard)
-                self._unanswered.add(status.session_id)
-
-    @property
-    def draining(self) -> bool:
-        return self._draining
-
-    @property
-    def emptied(self) -> bool:
-        """Whether this replica drains and holds no more sessions."""
-        return self._draining and not len(self._sessions)
-
-    @property
-    def hands_over(self) -> bool:
-        """Whether this replica drains, still holds sessions, and other replicas take them."""
-        return self._draining and not self._stuck and bool(len(self._sessions))
-
-    async def farewell(self, fault: str = "") -> None:
-        """Tells the controller that this replica answers nothing any more, and its `fault`, if that is the reason. A
-        ControllerError is only logged: without the farewell, the controller notices the silence."""
-        self._left = True
-        await asyncio.gather(*(self._leave(shard, fault) for shard in self._controller.shards))
-
-    async def _leave(self, shard: ShardCalls, fault: str) -> None:
         try:
-            if fault:
-                await shard.register_replica(replace(self.status(), fault=fault))
-            await shard.deregister_replica(self._replica_id)
-        except ControllerError as error:
-            logger.warning("the controller was not told of the end: %s", error)
-
-    def status(self) -> ReplicaStatus:
-        """This replica's load. Cached pages count as free, since they can be evicted."""
-        stats = self._engine.stats()
-        return ReplicaStatus(
-            replica_id=self._replica_id,
-            free_tokens=(stats.pages.free + stats.pages.cached) * stats.page_size,
-            total_tokens=stats.pages.total * stats.page_size,
-            sessions=stats.sessions,
-            running=stats.running,
-            waiting=stats.waiting,
-            draining=self._draining,
-            step_age_s=self._engine.step_age_s,
-            settings_hash=self._settings_hash,
-            address=self.address,
-        )
-
-    def _begin_drain(self) -> None:
-        """Begins the drain. There is no way back."""
-        if not self._draining:
-            self._draining = True
-            self._pace.begin()
-
-    async def _report(self, shard: int) -> None:
-        report, held = self._reported.next(shard)
-        load = replace(self.status(), held=held)
-        controller = self._controller.shards[shard]
-        reply = await controller.heartbeat(load, report)
-        self._reported.answered(shard, report, reply)
-        self._crowded[shard] = reply.crowded
-        if reply.draining:  # the controller's answer to `drain` may have been lost
-            self._begin_drain()
-        if not reply.known:
-            await controller.register_replica(load)
-        for session_id, epoch in zip(reply.stale_sessions, reply.stale_epochs, strict=True):
-            if self._sessions.epoch(session_id) == epoch:
-                self._drop_stale(session_id)
+            self._sessions.drop(session_id)
+        except TurnInFlight:
+            logger.warning("session %s moved during a turn; the turn will fail to commit", session_id)
+        else:
+            self._tasks.start(self._free_kv(session_id))
 
     async def _settled(self, session_id: str) -> None:
         """Waits until the session is not being made by a fork, handed over or ended. (A fork sets KV and history
         together.)"""
-        tables: tuple[dict[str, asyncio.Task[Any]], ...] = (self._forking, self._handing_over, self._ending)
-        while True:
-            busy = [tasks[session_id] for tasks in tables if session_id in tasks]
-            if not busy:
-                return
+        while busy := self._busy(session_id):
             await asyncio.wait(busy)
 
-    async def _hand_over(self, session_id: str, epoch: int) -> Offered | None:
-        """None if the session now has a turn, or has ended. A fork of length 0 keeps turns away meanwhile."""
-        try:
-            kept_away = self._sessions.begin_fork(session_id, epoch, 0)
-        except ControllerError:
-            return None
-        offered = await self._offer(session_id, epoch)
-        if offered is Offered.MOVED:
-            await self.let_go(kept_away)
-        else:
-            self._sessions.abort_fork(kept_away)
-            await self.turn_ended(session_id)
-        return offered
+    def _busy(self, session_id: str) -> list[asyncio.Task[Any]]:
+        tables: tuple[dict[str, asyncio.Task[Any]], ...] = (self._forking, self._handing_over, self._ending)
+        return [tasks[session_id] for tasks in tables if session_id in tasks]
 
     def _settle(self, session_id: str, _task: asyncio.Task[Any]) -> None:
         self._handing_over.pop(session_id, None)
@@ -447,16 +274,6 @@ class SessionHost:
             await self._end(session_id, epoch)
         except ControllerError as error:
             logger.warning("session %s: not closed in the ledger: %s", session_id, error)
-
-    def _drop_stale(self, session_id: str) -> None:
-        """Drops a session that is owned elsewhere or closed. Its KV is freed in the background, so that the heartbeat
-        does not wait for the engine."""
-        try:
-            self._sessions.drop(session_id)
-        except TurnInFlight:
-            logger.warning("session %s moved during a turn; the turn will fail to commit", session_id)
-        else:
-            self._tasks.start(self._free_kv(session_id))
 
     def _free_kv(self, session_id: str) -> Coroutine[Any, Any, None]:
         """Frees the session's KV. This only frees memory: the engine uses leftover KV only as far as it matches the

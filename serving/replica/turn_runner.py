@@ -30,6 +30,7 @@ from controllers.session_keys import named
 from controllers.turns import Replay, Turn
 from engine.api import Engine, EngineError, EngineStopped, Finish, FinishReason, TokenConstraint, TokenDelta
 from serving.background import BackgroundTasks
+from serving.replica.drain import ReplicaDrain
 from serving.replica.ending_turns import EndingTurns
 from serving.replica.live_turn import NOTHING, Asker, EventMaker, LiveTurn, said_by
 from serving.replica.mailbox import Mailbox
@@ -69,6 +70,7 @@ class TurnRunner:
         engine: Engine,
         sessions: SessionController,
         host: SessionHost,
+        drain: ReplicaDrain,
         commits: TurnCommits,
         ending: EndingTurns,
         unnamed: UnnamedSessions,
@@ -85,6 +87,7 @@ class TurnRunner:
         self._engine = engine
         self._sessions = sessions
         self._host = host
+        self._drain = drain
         self._commits = commits
         self._ending = ending
         self._unnamed = unnamed
@@ -183,7 +186,7 @@ class TurnRunner:
             if session.open_key not in (None, begun.open_key):
                 raise SessionNotFound(f"{named(session.session_id)} was closed, and another has its name")
             if call.resumed is None:
-                await self._host.offer(session.session_id, epoch)
+                await self._drain.offer(session.session_id, epoch)
             elif not _is_same(begun, call.resumed):
                 raise ServiceError(OVERTAKEN)
             prompt = await self._builder.place(call, begun)

@@ -64,10 +64,10 @@ def _replicas_compare_no_epochs() -> Patches:
 def _stale_sessions_stay() -> Patches:
     """A replica keeps sessions after it learned that others own them."""
 
-    def drop_stale(_self: SessionHost, _session_id: str) -> None:
+    def drop_stale(_self: SessionHost, _session_id: str, _epoch: int) -> None:
         return
 
-    return [patch.object(SessionHost, "_drop_stale", drop_stale)]
+    return [patch.object(SessionHost, "drop_stale", drop_stale)]
 
 
 def _work_ends_with_its_caller() -> Patches:

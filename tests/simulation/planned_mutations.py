@@ -14,7 +14,7 @@ from controllers.records import LedgerEntry, ReplicaStatus
 from controllers.replicas import ReplicaDirectory
 from serving.front.replica_calls import ReplicaCalls
 from serving.front.replica_gone import ReplicaGone
-from serving.replica.replica import LLMReplica
+from serving.replica.drain import ReplicaDrain
 
 Patches = list[Any]
 
@@ -33,21 +33,21 @@ def _heartbeats_end_retirement() -> Patches:
 def _retirement_is_not_noticed() -> Patches:
     """A replica that Serve takes away behaves as before until it says farewell."""
 
-    async def retire(self: LLMReplica) -> None:
-        await asyncio.sleep(self._args.replicas.graceful_shutdown_timeout_s / 2)
+    async def retire(self: ReplicaDrain, _within_s: float) -> None:
+        await asyncio.sleep(self._within_s)
 
-    return [patch.object(LLMReplica, "_retire", retire)]
+    return [patch.object(ReplicaDrain, "retire", retire)]
 
 
 def _retiring_replicas_are_lost() -> Patches:
     """A replica that Serve takes away is reported as dead."""
-    real = LLMReplica._retire
+    real = ReplicaDrain.retire
 
-    async def retire(self: LLMReplica) -> None:
+    async def retire(self: ReplicaDrain, within_s: float) -> None:
         await self._controller.report_unreachable(self._replica_id, True)
-        await real(self)
+        await real(self, within_s)
 
-    return [patch.object(LLMReplica, "_retire", retire)]
+    return [patch.object(ReplicaDrain, "retire", retire)]
 
 
 def _turns_leave_retiring_replicas() -> Patches:
@@ -88,13 +88,13 @@ def _drained_comes_back() -> Patches:
 def _drain_ends_early() -> Patches:
     """A draining replica says farewell while it has turns."""
 
-    async def hand_over(self: LLMReplica) -> None:
-        await self._host.hand_over()
-        if self._host._draining and not self._drained:
-            self._drained = True
-            await self._host.farewell()
+    def end_at_once(self: ReplicaDrain) -> bool:
+        if self._hand_overs is None or self._hand_overs.ended:
+            return False
+        self._hand_overs.ended = True
+        return True
 
-    return [patch.object(LLMReplica, "_hand_over", hand_over)]
+    return [patch.object(ReplicaDrain, "end_if_empty", end_at_once)]
 
 
 PLANNED_MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyType(

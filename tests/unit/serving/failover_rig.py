@@ -166,7 +166,7 @@ class Failover:
     def open_session(self, session_id: str, **options: Any) -> None:
         self.rigs[0].open_session(session_id, **options)
         for rig in self.rigs[1:]:
-            self.cluster.register_replica(rig.host.status())
+            self.cluster.register_replica(rig.heartbeats.status())
 
     async def events(self, call: TurnCall) -> AsyncGenerator[TurnEvent, None]:
         """The turn's events, as the protocols read them."""

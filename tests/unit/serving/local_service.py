@@ -80,7 +80,7 @@ class LocalService:
     def cluster(self) -> Cluster:
         """The controller's logic. Each access registers the replica, because nothing else sends heartbeats here."""
         cluster = self.rig.controller.cluster
-        cluster.register_replica(self.rig.host.status())
+        cluster.register_replica(self.rig.heartbeats.status())
         return cluster
 
     @asynccontextmanager
@@ -177,7 +177,7 @@ class LocalService:
                 ErrorInfo(404, "replica_not_found", f"There is no replica {replica_id!r}.", "replica_id")
             )
         with told_to_clients():
-            await self.rig.host.drain()
+            await self.rig.drain.order()
 
     async def audit(self) -> dict[str, Any]:
         report = await asyncio.wrap_future(self.rig.engine.audit())
@@ -228,7 +228,7 @@ class LocalService:
         return {"replicas": [replica_figures(REPLICA_ID, 0, 0, self.rig.engine)]}
 
     async def metrics_text(self) -> str:
-        await self.rig.host.heartbeat()
+        await self.rig.heartbeats.beat()
         await self.rig.kv_watch.look()
         page = [self.rig.metrics.render()]
         measures = joined_measures([self.cluster.measures()])

@@ -30,15 +30,17 @@ from engine.settings import CacheSettings, SchedulerSettings, SpeculationSetting
 from serving.background import BackgroundTasks
 from serving.front.replica_calls import TurnEvents
 from serving.grammars.constraints import ConstraintCompiler
+from serving.replica.drain import ReplicaDrain
 from serving.replica.empty_turns import EmptyTurns
 from serving.replica.ending_turns import EndingTurns
 from serving.replica.gauges import replica_gauges
-from serving.replica.hand_over_pace import HandOverPace
+from serving.replica.heartbeats import Heartbeats
 from serving.replica.kv_watch import KVWatch
 from serving.replica.live_turn import EventMaker
 from serving.replica.mailbox import Mailbox
 from serving.replica.ordered_moves import OrderedMoves
 from serving.replica.session_host import SessionHost
+from serving.replica.session_offers import SessionOffers
 from serving.replica.tenant_load import TenantLoad
 from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_request import RequestBuilder
@@ -61,6 +63,7 @@ REPLICA_ID = "replica-a"
 OFF = SpeculationSettings()
 WAIT_S = 20.0
 """How long a test waits for something that must happen at once."""
+DRAIN_WITHIN_S = 30.0
 SILENCE_S = 3600.0
 """Rigs send no heartbeats. However slow the machine is, none of them is gone for that."""
 HELD_S = 60.0
@@ -201,7 +204,8 @@ class Rig:
         speculation: SpeculationSettings = OFF,
         num_pages: int = 256,
         model: ServedModel | None = None,
-        pace: HandOverPace | None = None,
+        drain_clock: Callable[[], float] = time.monotonic,
+        tokens_per_s: float = 5000.0,
         load: TenantLoad | None = None,
         max_running: int = 64,
         metric_labels: Mapping[str, str] = NO_LABELS,
@@ -219,7 +223,7 @@ class Rig:
         self.model = model or ServedModel(text.fingerprint("null"), VOCAB_SIZE)
         make_chain = self.engine.empty_chain
         self.sessions = SessionController(time.monotonic, idle_timeout_s, self.model, make_chain=make_chain)
-        self.host = self._host(pace)
+        self._hold_sessions(drain_clock, tokens_per_s)
         self.moves = OrderedMoves(replica_id, self.host, self.sessions, calls, self.tasks)
         self.metrics = ReplicaMetrics(replica_id, self.engine.stats, metric_labels)
         self.builder = RequestBuilder(self.engine, text, constraints_of(text))
@@ -232,6 +236,7 @@ class Rig:
             engine=self.engine,
             sessions=self.sessions,
             host=self.host,
+            drain=self.drain,
             commits=commits,
             ending=ending,
             unnamed=self.unnamed,
@@ -246,17 +251,32 @@ class Rig:
             traces=replica_traces(spans, replica_id),
         )
 
-    def _host(self, pace: HandOverPace | None) -> SessionHost:
+    def _hold_sessions(self, drain_clock: Callable[[], float], tokens_per_s: float) -> None:
         calls: Any = self.controller
-        return SessionHost(
+        self.host = SessionHost(
             self.replica_id,
             self.engine,
             self.sessions,
             calls,
             self.tasks,
-            pace or HandOverPace(time.monotonic, tokens_per_s=5000.0, within_s=10.0),
             engine_timeout_s=WAIT_S,
             on_loaded=lambda after_s: self.metrics.session_loaded(after_s),
+        )
+        self.offers = SessionOffers(self.replica_id, calls)
+        self.drain = ReplicaDrain(
+            self.replica_id,
+            self.host,
+            self.sessions,
+            self.offers,
+            calls,
+            self.tasks,
+            calls=lambda: self.turns.num_live,
+            clock=drain_clock,
+            tokens_per_s=tokens_per_s,
+            within_s=DRAIN_WITHIN_S,
+        )
+        self.heartbeats = Heartbeats(
+            self.replica_id, self.engine, self.sessions, calls, self.host, self.offers, self.drain
         )
 
     def _kv_watch(self) -> KVWatch:
@@ -274,7 +294,7 @@ class Rig:
     def open_session(self, session_id: str, **options: Any) -> int:
         """Registers a session in the ledger. Returns its epoch."""
         cluster = self.controller.cluster
-        cluster.register_replica(self.host.status())
+        cluster.register_replica(self.heartbeats.status())
         assignment = cluster.open_session(
             session_id, "", options.get("timeout_s"), options.get("capacity_tokens"), uuid.uuid4().hex
         )

@@ -36,7 +36,7 @@ class DispatchedService(LocalService):
     async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
         for rig in self.failover.rigs:
             if rig.replica_id not in self.failover.replicas.dead:
-                self.failover.cluster.register_replica(rig.host.status())
+                self.failover.cluster.register_replica(rig.heartbeats.status())
         if call.session is not None:
             key = session_key(call.tenant, call.session.session_id)
             call = replace(call, session=replace(call.session, session_id=key))

@@ -33,7 +33,7 @@ async def rig_with_session(directory: Path) -> AsyncIterator[tuple[Rig, ReplicaF
     async with running_rig(directory) as rig:
         epoch = rig.open_session("s")
         await rig.run(call(list(range(5, 25)), "s"), epoch)
-        yield rig, ReplicaFaults(rig.engine, rig.host, rig.tasks), epoch
+        yield rig, ReplicaFaults(rig.engine, rig.host, rig.heartbeats, rig.tasks), epoch
 
 
 async def audit_of(rig: Rig) -> Any:
@@ -96,10 +96,10 @@ async def test_refused_turns_count_as_what_they_are(tmp_path: Path, kind: FaultK
 
 async def test_a_lost_session_is_loaded_again_by_its_next_turn(tmp_path: Path) -> None:
     async with rig_with_session(tmp_path) as (rig, faults, epoch):
-        await rig.host.heartbeat()
+        await rig.heartbeats.beat()
         await faults.plant(order(FaultKind.LOSE_SESSION))
         assert rig.sessions.epoch("s") is None
-        await rig.host.heartbeat()
+        await rig.heartbeats.beat()
         (orphaned,) = (
             measure
             for measure in rig.controller.cluster.measures()
@@ -129,16 +129,16 @@ async def test_a_silent_replica_speaks_again(tmp_path: Path) -> None:
         cluster = rig.controller.cluster
         await faults.plant(order(FaultKind.STOP_HEARTBEATS))
         before = cluster.replicas()
-        await rig.host.heartbeat()
+        await rig.heartbeats.beat()
         assert cluster.replicas() == before
         await faults.plant(MEND)
-        await rig.host.heartbeat()
+        await rig.heartbeats.beat()
         assert cluster.replicas() != before
 
 
 async def test_without_an_idle_session_there_is_nothing_to_damage(tmp_path: Path) -> None:
     async with running_rig(tmp_path) as rig:
-        faults = ReplicaFaults(rig.engine, rig.host, rig.tasks)
+        faults = ReplicaFaults(rig.engine, rig.host, rig.heartbeats, rig.tasks)
         for kind, session_id in ((FaultKind.LEAK_PAGE, None), (FaultKind.DOUBLE_COUNT, "nobody")):
             with pytest.raises(ServiceError) as refused:
                 await faults.plant(order(kind, session_id=session_id))

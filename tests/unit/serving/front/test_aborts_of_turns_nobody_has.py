@@ -105,7 +105,7 @@ async def test_between_two_replicas(served: Failover, session: str | None, every
     assert served.committed("s") == (0, 0)
     served.replicas.dead.clear()
     for rig in served.rigs:
-        await rig.host.heartbeat()  # each replica hears that it counts as gone, and registers again
+        await rig.heartbeats.beat()  # each replica hears that it counts as gone, and registers again
     assert (await served.turn(call([5, 6, 7], session))).completion_tokens == 8
 
 

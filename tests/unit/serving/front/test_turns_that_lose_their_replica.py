@@ -333,7 +333,7 @@ async def test_a_turn_does_not_go_on_in_a_later_session_of_that_name(
     served.replicas.losses = {"a": behind(3)}
     async with aclosing(served.events(turn_of("s"))) as events:
         await anext(events)
-        served.cluster.register_replica(served.rigs[1].host.status())
+        served.cluster.register_replica(served.rigs[1].heartbeats.status())
         served.cluster.report_unreachable("a", True)
         served.cluster.close_session("s")
         if by_its_first_turn:
@@ -353,7 +353,7 @@ async def test_a_turn_that_another_one_passed_does_not_go_on(served: Failover) -
     ends: list[TurnEvent] = []
     async with aclosing(served.events(turn_of("s"))) as events:
         await anext(events)
-        served.cluster.register_replica(served.rigs[1].host.status())
+        served.cluster.register_replica(served.rigs[1].heartbeats.status())
         served.cluster.report_unreachable("a", True)
         other = await served.rigs[1].run(call([1, 2], "s"), served.cluster.resolve("s", False, "").epoch)
         assert other[-1].finish is not None
@@ -402,7 +402,7 @@ async def test_nobody_takes_over_in_time(tmp_path: Path) -> None:
         assert list(last.token_ids) == WHOLE[: len(last.token_ids)]
         served.replicas.dead.clear()
         for rig in served.rigs:
-            await rig.host.heartbeat()  # the replica hears that it counts as gone, and registers again
+            await rig.heartbeats.beat()  # the replica hears that it counts as gone, and registers again
         assert (await served.turn(turn_of("s"))).finish is not None
         await served.settled()
 

@@ -202,7 +202,7 @@ async def test_refusals_and_what_operators_do_are_audit_events(tmp_path: Path, l
     keys = KeyRing({"KEDGE_API_KEYS": "k1=acme", "KEDGE_OPERATOR_KEYS": "boss"})
     as_acme, as_boss = {"authorization": "Bearer k1"}, {"authorization": "Bearer boss"}
     async with local_service(tmp_path) as service:
-        another = replace(service.rig.host.status(), replica_id="replica-b")
+        another = replace(service.rig.heartbeats.status(), replica_id="replica-b")
         service.cluster.register_replica(another)
         client = client_of(create_http_app(lambda: service, keys=keys))
         await client.post(CHAT, json=body(), headers={"authorization": "Bearer wrong-key"})

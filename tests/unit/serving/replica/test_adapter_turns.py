@@ -73,7 +73,7 @@ async def test_a_session_goes_on_with_its_adapter_at_another_replica(rig: Rig, t
     async with running_rig(tmp_path, controller=rig.controller, replica_id="b") as heir:
         cluster = rig.controller.cluster
         cluster.report_unreachable(rig.replica_id, True)
-        cluster.register_replica(heir.host.status())
+        cluster.register_replica(heir.heartbeats.status())
         epoch = cluster.resolve("s", False, "").epoch
         found = [await heir.run(call([9], "s", adapter="a"), epoch) for _ in range(2)]
     assert tokens_of(found[0]) == generated([7, *first, 9])
@@ -109,7 +109,7 @@ async def test_a_turn_that_was_committed_is_answered_where_its_adapter_is_not(
         heir.engine._facts = dataclasses.replace(heir.engine._facts, adapters={})
         cluster = rig.controller.cluster
         cluster.report_unreachable(rig.replica_id, True)
-        cluster.register_replica(heir.host.status())
+        cluster.register_replica(heir.heartbeats.status())
         epoch = cluster.resolve("s", False, "").epoch
         if told is not None:
             turn = replace(turn, resumed=ResumedTurn(tuple(tokens_of(first)[:told]), (), (), 0))

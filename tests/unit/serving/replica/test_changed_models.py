@@ -32,7 +32,7 @@ async def go_on(rig: Rig, former: Rig) -> list[TurnEvent]:
     """Runs the session's next turn on `rig`, which has taken the place of the lost replica `former`."""
     cluster = former.controller.cluster
     cluster.report_unreachable(former.replica_id, True)
-    cluster.register_replica(rig.host.status())
+    cluster.register_replica(rig.heartbeats.status())
     return await rig.run(call([4], "s"), cluster.resolve("s", False, "").epoch)
 
 

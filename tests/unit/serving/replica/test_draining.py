@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from controllers.errors import NoAnswer, NoReplica, SessionNotFound, StoreError
-from serving.replica import session_host
+from serving.replica import drain, session_offers
 from tests.unit.controllers.measured import measured
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.failover_rig import Failover, failovers, running_failover
@@ -35,14 +35,14 @@ def owner(served: Failover, session_id: str = "s") -> tuple[str, int]:
     return entry.replica_id, entry.epoch
 
 
-async def drain(served: Failover) -> None:
+async def begin_drain(served: Failover) -> None:
     """Lets replica "a" drain."""
-    await served.rigs[0].host.drain()
+    await served.rigs[0].drain.order()
 
 
 async def test_idle_sessions_are_handed_over_with_nothing_left_behind(served: Failover) -> None:
-    await drain(served)
-    await served.rigs[0].host.hand_over()
+    await begin_drain(served)
+    await served.rigs[0].drain.hand_over()
     assert owner(served) == ("b", 2)
     assert served.rigs[0].sessions.epoch("s") is None
     await served.rigs[0].books_are_empty()
@@ -54,7 +54,7 @@ async def test_idle_sessions_are_handed_over_with_nothing_left_behind(served: Fa
 
 async def test_a_turn_that_comes_before_is_run_elsewhere(served: Failover) -> None:
     """It also works through an ingress that remembers the owner, because the owner itself lets the session go."""
-    await drain(served)
+    await begin_drain(served)
     event = await served.turn(call([4], "s"))
     assert event.error is None
     assert owner(served) == ("b", 2)
@@ -63,9 +63,9 @@ async def test_a_turn_that_comes_before_is_run_elsewhere(served: Failover) -> No
 
 async def test_a_turn_that_comes_while_its_session_is_handed_over_waits(served: Failover) -> None:
     """Such a turn used to be refused with 409 turn_in_flight."""
-    await drain(served)
+    await begin_drain(served)
     served.controller.gate.clear()
-    handing_over = asyncio.create_task(served.rigs[0].host.hand_over())
+    handing_over = asyncio.create_task(served.rigs[0].drain.hand_over())
     await served.rigs[0].in_turn("s")
     turn = asyncio.create_task(served.turn(call([4], "s")))
     for _ in range(20):
@@ -82,32 +82,32 @@ async def test_a_turn_in_flight_ends_where_it_began(served: Failover) -> None:
     a.runner.hold()
     turn = asyncio.create_task(a.run(call([4], "s"), 1))
     await a.begun()
-    await drain(served)
-    await a.host.hand_over()
+    await begin_drain(served)
+    await a.drain.hand_over()
     assert owner(served) == ("a", 1)
     a.runner.go_on()
     assert len(tokens_of(await turn)) == 8
     await a.settled()
-    await a.host.hand_over()
+    await a.drain.hand_over()
     assert owner(served) == ("b", 2)
     assert served.committed("s")[0] == 2
 
 
 async def test_where_nobody_can_take_them_they_stay_and_go_on(served: Failover) -> None:
-    await drain(served)
+    await begin_drain(served)
     served.cluster.report_unreachable("b", True)
-    await served.rigs[0].host.hand_over()
+    await served.rigs[0].drain.hand_over()
     assert owner(served) == ("a", 1)
     assert (await served.turn(call([4], "s"))).error is None
     assert owner(served) == ("a", 1)
 
 
 async def test_a_log_that_is_away_keeps_them_where_they_are(served: Failover) -> None:
-    await drain(served)
+    await begin_drain(served)
     served.controller.failures["offer_session"] = [StoreError("away")]
-    await served.rigs[0].host.hand_over()
+    await served.rigs[0].drain.hand_over()
     assert owner(served) == ("a", 1)
-    await served.rigs[0].host.hand_over()
+    await served.rigs[0].drain.hand_over()
     assert owner(served) == ("b", 2)
 
 
@@ -135,13 +135,13 @@ class Unanswered:
 @pytest.fixture
 async def three(served: Failover, monkeypatch: pytest.MonkeyPatch) -> Failover:
     """Two more sessions at "a", and none of them is in use. "s" has been idle for longest, and so is offered first."""
-    monkeypatch.setattr(session_host, "IN_USE_S", 0.0)
-    monkeypatch.setattr(session_host, "OFFER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(drain, "IN_USE_S", 0.0)
+    monkeypatch.setattr(session_offers, "OFFER_TIMEOUT_S", 0.05)
     for name in ("t", "u"):
         served.cluster.report_unreachable("b", True)  # until the session is open
         served.open_session(name)
         await served.turn(call(FIRST, name))
-    await drain(served)
+    await begin_drain(served)
     return served
 
 
@@ -150,25 +150,25 @@ async def test_a_session_that_cannot_be_offered_keeps_no_other(
     three: Failover, failure: Exception | None
 ) -> None:
     """It used to end each round of the hand-over, and the next one began with it again."""
-    unanswered, host = Unanswered(three, failure), three.rigs[0].host
+    unanswered, rig = Unanswered(three, failure), three.rigs[0]
     for _ in range(2):
-        await host.hand_over()
+        await rig.drain.hand_over()
     assert [owner(three, name)[0] for name in "stu"] == ["a", "b", "b"]
     assert unanswered.offered == ["s", "t", "u", "s"]
-    assert host.hands_over, "it may be answered yet"
+    assert rig.drain.hands_over, "it may be answered yet"
     unanswered.mended = True
-    await host.hand_over()
-    assert host.emptied
+    await rig.drain.hand_over()
+    assert rig.drain.emptied
 
 
 async def test_a_shard_that_hangs_keeps_no_session_of_the_others(
     three: Failover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One round of the hand-over waits for it once."""
-    unanswered, host = Unanswered(three, None), three.rigs[0].host
+    unanswered, rig = Unanswered(three, None), three.rigs[0]
     monkeypatch.setattr(three.controller, "shard_of", lambda key: int(key == "s"))
-    host._crowded = [False, False]
-    await host.hand_over()
+    rig.offers._crowded = [False, False]
+    await rig.drain.hand_over()
     assert [owner(three, name)[0] for name in "stu"] == ["a", "b", "b"]
     assert unanswered.offered == ["s", "t", "u"]
 
@@ -176,18 +176,18 @@ async def test_a_shard_that_hangs_keeps_no_session_of_the_others(
 async def test_a_full_session_is_handed_over_too(served: Failover) -> None:
     served.open_session("full", capacity_tokens=4)
     await served.turn(call([7, 8], "full", max_new_tokens=2))
-    await drain(served)
-    await served.rigs[0].host.hand_over()
+    await begin_drain(served)
+    await served.rigs[0].drain.hand_over()
     assert owner(served, "full")[0] == "b"
 
 
 async def test_an_operators_drain_empties_it_for_good(served: Failover) -> None:
-    host = served.rigs[0].host
-    await host.drain()
-    assert not host.emptied
-    await host.hand_over()
-    assert host.emptied
-    await host.farewell()
+    rig = served.rigs[0]
+    await rig.drain.order()
+    assert not rig.drain.emptied
+    await rig.drain.hand_over()
+    assert rig.drain.emptied
+    await rig.heartbeats.farewell()
     served.open_session("new")
     assert owner(served, "new")[0] == "b"
 
@@ -195,22 +195,22 @@ async def test_an_operators_drain_empties_it_for_good(served: Failover) -> None:
 async def test_a_drain_whose_answer_is_lost_is_heard_of_with_a_heartbeat(served: Failover) -> None:
     """The controller used to give such a replica no sessions, but nothing emptied it, so it stayed like that
     forever."""
-    host = served.rigs[0].host
+    rig = served.rigs[0]
     served.controller.failures["drain_replica"] = [NoAnswer("cut off")]
     with pytest.raises(NoAnswer):
-        await host.drain()
+        await rig.drain.order()
     served.cluster.drain_replica("a")  # the call had arrived, only its answer was lost
-    await host.heartbeat()
-    await host.hand_over()
-    assert host.emptied
+    await rig.heartbeats.beat()
+    await rig.drain.hand_over()
+    assert rig.drain.emptied
 
 
 async def test_a_drain_is_refused_where_nobody_else_is(served: Failover) -> None:
     served.cluster.report_unreachable("b", True)
     with pytest.raises(NoReplica):
-        await served.rigs[0].host.drain()
-    await served.rigs[0].host.heartbeat()
-    await served.rigs[0].host.offer("s", 1)  # "a" does not drain, so nothing is offered
+        await served.rigs[0].drain.order()
+    await served.rigs[0].heartbeats.beat()
+    await served.rigs[0].drain.offer("s", 1)  # "a" does not drain, so nothing is offered
 
 
 @pytest.mark.parametrize("first", ["close", "move"])
@@ -219,9 +219,9 @@ async def test_a_close_that_comes_while_a_session_is_handed_over_is_carried_out(
 ) -> None:
     """If the move comes first, the close goes to the next owner: the ingress asks there then."""
     host = served.rigs[0].host
-    await drain(served)
+    await begin_drain(served)
     served.controller.gate.clear()
-    handing_over = asyncio.create_task(host.hand_over())
+    handing_over = asyncio.create_task(served.rigs[0].drain.hand_over())
     await served.rigs[0].in_turn("s")
     if first == "close":
         served.cluster.close_after("s", 1, "")
@@ -247,7 +247,7 @@ async def test_a_heartbeat_does_not_wait_for_the_engines_step(served: Failover, 
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     for _ in range(3):
-        await a.host.heartbeat()
+        await a.heartbeats.beat()
     assert loop.time() - began_s < 4.0, "three heartbeats of a step that takes sixty seconds"
     assert [each.session_id for each in a.sessions.snapshot()] == ([] if stale else ["s"])
     a.runner.go_on()

@@ -16,7 +16,7 @@ SLOW_S = 0.05
 
 
 def watch_of(rig: Rig, step_timeout_s: float) -> EngineWatch:
-    return EngineWatch(rig.engine, rig.host, step_timeout_s=step_timeout_s)
+    return EngineWatch(rig.engine, rig.heartbeats, step_timeout_s=step_timeout_s)
 
 
 async def step_older_than(rig: Rig, age_s: float) -> None:
@@ -35,8 +35,8 @@ async def test_a_slow_step_is_no_fault(tmp_path: Path) -> None:
         watch = watch_of(rig, WAIT_S)
         await watch.look()
         assert watch.fault is None
-        assert rig.host.status().step_age_s >= SLOW_S
-        await rig.host.heartbeat()
+        assert rig.heartbeats.status().step_age_s >= SLOW_S
+        await rig.heartbeats.beat()
         rig.runner.go_on()
         assert (await turn)[-1].finish is not None
         async with asyncio.timeout(WAIT_S):
@@ -56,7 +56,7 @@ async def test_a_step_that_hangs_takes_the_replica_out_of_use(tmp_path: Path) ->
         assert watch.fault is not None
         assert "hangs" in watch.fault
         await watch.look()
-        await rig.host.farewell()
+        await rig.heartbeats.farewell()
         rig.controller.cluster.tick()
         lost = [m.value for m in rig.controller.cluster.measures() if m.name == "controller_replicas_lost"]
         assert lost == [1.0], "it said farewell, and is a loss nevertheless"
@@ -67,7 +67,7 @@ async def test_a_step_that_hangs_takes_the_replica_out_of_use(tmp_path: Path) ->
         with pytest.raises(EngineStopped):
             rig.engine.flush()
         assert rig.controller.cluster.replicas() == []
-        await rig.host.heartbeat()
+        await rig.heartbeats.beat()
         assert rig.controller.cluster.replicas() == [], "it says no more"
         rig.runner.go_on()
         async with asyncio.timeout(WAIT_S):

@@ -212,7 +212,7 @@ async def test_former_owner_refuses(rig: Rig) -> None:
     refused = await rig.run(call([2], "s"), moved.epoch)
     assert refused[-1].error is not None
     assert refused[-1].error.code == "stale_epoch"
-    await rig.host.heartbeat()
+    await rig.heartbeats.beat()
     assert rig.sessions.epoch("s") is None
     await rig.books_are_empty()
 

@@ -47,17 +47,17 @@ async def test_a_session_is_reported_when_something_of_it_has_changed(
     epochs = {name: rig.open_session(name) for name in "stu"}
     for name, epoch in epochs.items():
         await rig.run(call([1, 2, 3], name), epoch)
-    await rig.host.heartbeat()
+    await rig.heartbeats.beat()
     assert all(entry(rig, name).size_bytes > 0 for name in epochs)
     reports = reports_of(rig, monkeypatch)
     for _ in range(3):
-        await rig.host.heartbeat()
+        await rig.heartbeats.beat()
     assert [(report.changed, report.dropped) for report in reports] == [((), ())] * 3
     before = entry(rig, "s").size_bytes
     await rig.run(call([4] * 20, "s"), epochs["s"])
     await rig.host.close("t", epochs["t"])
     await rig.settled()
-    await rig.host.heartbeat()
+    await rig.heartbeats.beat()
     assert [status.session_id for status in reports[-1].changed] == ["s"]
     assert reports[-1].dropped == ("t",)
     assert entry(rig, "s").size_bytes > before
@@ -69,10 +69,10 @@ async def test_kv_that_the_engine_drops_is_reported(rig: Rig) -> None:
     await rig.run(call([1, 2, 3], "s"), epoch)
     async with asyncio.timeout(WAIT_S):  # a heartbeat does not wait for a slow engine
         while not entry(rig, "s").size_bytes:
-            await rig.host.heartbeat()
+            await rig.heartbeats.beat()
         await asyncio.wrap_future(rig.engine.close_session("s"))
         while entry(rig, "s").size_bytes:
-            await rig.host.heartbeat()
+            await rig.heartbeats.beat()
     assert entry(rig, "s").reported_s is not None
 
 
@@ -92,10 +92,10 @@ async def test_conversations_without_a_session_are_nobodys(
             said.append({"role": "assistant", "content": reply.json()["choices"][0]["message"]["content"]})
         (name,) = await asyncio.wrap_future(rig.engine.session_kv_tokens())
         assert name in rig.unnamed
-        await rig.host.heartbeat()
+        await rig.heartbeats.beat()
         rig.unnamed.forget_all()
         assert not await asyncio.wrap_future(rig.engine.session_kv_tokens())
-        await rig.host.heartbeat()
+        await rig.heartbeats.beat()
         assert [(report.changed, report.dropped) for report in reports] == [((), ())] * 2
 
 
@@ -116,7 +116,7 @@ async def test_the_engine_is_asked_the_less_often_the_more_sessions_it_looks_at(
     monkeypatch.setattr(rig.engine, "session_kv_tokens", counted)
     monkeypatch.setattr(reported_sessions, "KV_LOOKS_PER_S", 0.001)
     for _ in range(5):
-        await rig.host.heartbeat()
+        await rig.heartbeats.beat()
     assert asked == 1
     assert entry(rig, "s").size_bytes > 0
 
@@ -132,12 +132,12 @@ async def test_each_shard_hears_of_its_own_sessions_only(tmp_path: Path) -> None
         names = [f"s{number}" for number in range(8)]
         own = [[name for name in names if calls.shard_of(name) == shard] for shard in range(2)]
         assert all(own)
-        await calls.register_replica(rig.host.status())
+        await calls.register_replica(rig.heartbeats.status())
         for name in names:
             opened = await calls.open_session(name)
             await rig.run(call([1, 2, 3], name), opened.epoch)
         for shard, controller in enumerate(controllers):
-            await rig.host.heartbeat(shard)
+            await rig.heartbeats.beat(shard)
             entries = controller.cluster.sessions()
             assert [each.session_id for each in entries] == own[shard]
             assert all(each.reported_s is not None for each in entries)
@@ -146,6 +146,6 @@ async def test_each_shard_hears_of_its_own_sessions_only(tmp_path: Path) -> None
         assert not any(each.value for each in orphans)
         await rig.host.close(own[1][0], 1)
         for shard in range(2):
-            await rig.host.heartbeat(shard)
+            await rig.heartbeats.beat(shard)
         held = [controller.cluster._replicas.present()[0].held for controller in controllers]
         assert held == [len(own[0]), len(own[1]) - 1]

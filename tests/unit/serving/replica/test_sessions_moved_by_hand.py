@@ -126,7 +126,7 @@ async def test_what_is_not_there_is_named(served: Failover) -> None:
 
 
 async def test_a_replica_that_drains_takes_none(served: Failover) -> None:
-    await served.rigs[1].host.drain()
+    await served.rigs[1].drain.order()
     for to in ("b", None):
         status, code, _ = await refusal(served, to)
         assert (status, code) == (503, "no_replica")

@@ -29,7 +29,7 @@ class TwoOwners:
     def move_to(self, name: str) -> Rig:
         """Reports the other replica as lost, so that the controller gives the session to `name`."""
         for rig in self.rigs.values():
-            self.cluster.register_replica(rig.host.status())
+            self.cluster.register_replica(rig.heartbeats.status())
         (other,) = self.rigs.keys() - {name}
         self.cluster.report_unreachable(other, True)
         assignment = self.cluster.resolve("s", False, "")

@@ -14,7 +14,7 @@ from controllers.attended_clock import LATE_AFTER_S
 from controllers.errors import StaleEpoch, StoreError
 from controllers.records import ForkOrder, ReplicaStatus, SessionReport
 from serving.front.ownership_cache import Owner
-from serving.replica import overlaps, session_host
+from serving.replica import overlaps, session_offers
 from serving.wire.turns import TurnCall, TurnEvent
 from tests.unit.controllers.measured import measured
 from tests.unit.engine.null_runner import null_generate
@@ -39,7 +39,7 @@ class Crowd(Failover):
                 # a report that comes late tells nothing
                 self.cluster.heartbeat(ReplicaStatus(name, 1000, 1000, running=running), SessionReport(0, 0))
         for rig in self.rigs:
-            await rig.host.heartbeat()
+            await rig.heartbeats.beat()
 
     async def say(self, new: list[int], call: TurnCall | None = None) -> TurnEvent:
         """Runs a turn, which must answer as a fresh request with the whole history does."""
@@ -142,7 +142,7 @@ async def test_forks_stay_with_their_kv(crowd: Crowd) -> None:
     await crowd.say([5])
     assert (crowd.owner(), crowd.owner("child")) == (("b", 2), ("a", 1))
     for rig in crowd.rigs:
-        rig.host._crowded = [False]
+        rig.offers._crowded = [False]
     child = await crowd.turn(replace(turn_of([9]), session=replace(turn_of([9]).session, session_id="child")))
     assert list(child.token_ids) == null_generate([*crowd.history[:at_fork], 9], 8, VOCAB_SIZE)
     assert child.cached_tokens in (at_fork, at_fork - 1)
@@ -243,7 +243,7 @@ async def test_a_client_that_leaves_while_it_moves_leaves_nothing(crowd: Crowd) 
     # The controller may have moved the session all the same.
     assert crowd.cluster.offer_session("s", 1, "a")
     crowd.controller.gate.set()
-    await crowd.rigs[0].host.heartbeat()
+    await crowd.rigs[0].heartbeats.beat()
     await crowd.nothing_at("a")
     await crowd.say([5])
     assert crowd.owner() == ("b", 2)
@@ -270,7 +270,7 @@ async def test_a_controller_that_is_frozen_keeps_no_turn_from_its_owner(
     crowd: Crowd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every turn of a crowded replica used to wait for the controller for a quarter of a minute."""
-    monkeypatch.setattr(session_host, "OFFER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(session_offers, "OFFER_TIMEOUT_S", 0.05)
     await crowd.crowd()
     crowd.controller.gate.clear()
     turn = asyncio.create_task(crowd.rigs[0].run(turn_of([5]), 1))
@@ -289,5 +289,5 @@ async def test_a_controller_that_is_frozen_keeps_no_turn_from_its_owner(
 
 async def test_nobody_is_asked_where_nothing_is_crowded(crowd: Crowd) -> None:
     crowd.controller.failures["offer_session"] = [AssertionError("asked")]
-    await crowd.rigs[0].host.heartbeat()
+    await crowd.rigs[0].heartbeats.beat()
     assert (await crowd.say([5])).cached_tokens > 0

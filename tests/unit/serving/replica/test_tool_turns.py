@@ -117,7 +117,7 @@ async def test_the_next_owner_knows_the_tools_of_a_session(tmp_path: Path) -> No
     ):
         first = (await one.run(chat("f"), one.open_session("s")))[-1]
         cluster = one.controller.cluster
-        cluster.register_replica(other.host.status())
+        cluster.register_replica(other.heartbeats.status())
         cluster.report_unreachable(REPLICA_ID, True)
         epoch = cluster.resolve("s", False, "").epoch
         (refused,) = await other.run(chat("g"), epoch)
