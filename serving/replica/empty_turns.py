@@ -42,7 +42,7 @@ class EmptyTurns:
         expected_turn: int | None = None,
     ) -> None:
         await self._ending.over(call.session_id, call.key)
-        await self._host.hold(call.session_id, call.epoch)
+        await self._host.hold_unforked(call.session_id, call.epoch)
         turn = self._sessions.begin_turn(
             call.session_id,
             call.epoch,

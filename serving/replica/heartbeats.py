@@ -99,7 +99,7 @@ class Heartbeats:
         self._offers.crowded(shard, reply.crowded)
         if reply.draining:  # the controller's answer to an order may have been lost
             self._drain.begin()
-        if not reply.known:
+        if not reply.known and not self._left:
             await controller.register_replica(load)
         for session_id, epoch in zip(reply.stale_sessions, reply.stale_epochs, strict=True):
             self._host.drop_stale(session_id, epoch)

@@ -36,10 +36,7 @@ class OrderedMoves:
 
         A move that has begun completes even if the caller is cancelled. Raises ControllerError: the session has then
         stayed, unless only the controller's answer was lost."""
-        while True:
-            await self._host.hold(order.session_id, order.epoch)
-            if not await self._host.fork_ended(order.session_id):
-                break
+        await self._host.hold_unforked(order.session_id, order.epoch)
         if order.to is None and order.epoch > order.found_at:
             return MovedSession(self._replica_id, self._replica_id, order.epoch)
         return await self._host.handed_over(order.session_id, self._tasks.start(self._move(order)))

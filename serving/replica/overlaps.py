@@ -24,7 +24,8 @@ class Overlaps:
     """Knows whether the clients of turns are still there. Used on the replica's event loop only."""
 
     def __init__(self) -> None:
-        self._clients: dict[str, asyncio.Future[bool]] = {}  # by session: True once the client has left
+        self._clients: dict[str, tuple[str | None, asyncio.Future[bool]]] = {}
+        """By session: its turn's key, and whether that turn's client has left, once it is no longer there."""
 
     @contextmanager
     def client(self) -> Iterator[asyncio.Future[bool]]:
@@ -41,21 +42,25 @@ class Overlaps:
             if not left.done():
                 left.set_result(False)
 
-    def has_turn(self, session_id: str, left: asyncio.Future[bool]) -> None:
-        """The turn of this client has the session from now on, until the client leaves or is answered."""
-        self._clients[session_id] = left
+    def has_turn(self, session_id: str, key: str | None, left: asyncio.Future[bool]) -> None:
+        """The turn of this client has the session from now on, until the client leaves or is answered. `key` is the
+        turn's idempotency key."""
+        self._clients[session_id] = key, left
         left.add_done_callback(lambda _: self._forget(session_id, left))
 
-    async def left(self, session_id: str, until_s: float) -> bool:
-        """True as soon as the client of the session's turn has left. False once the client is answered, or at `until_s`
-        (the event loop's time)."""
+    async def over(self, session_id: str, key: str | None, until_s: float) -> bool:
+        """Whether the session's turn no longer keeps away one with `key`: True as soon as its client has left, or is
+        answered if it has the same key. False once its client is answered otherwise, or at `until_s` (the event loop's
+        time)."""
         client = self._clients.get(session_id)
         if client is None:
             return False
+        key_of_turn, left = client
         timeout_s = until_s - asyncio.get_running_loop().time()
-        done, _ = await asyncio.wait([client], timeout=max(0.0, timeout_s))
-        return bool(done) and client.result()
+        done, _ = await asyncio.wait([left], timeout=max(0.0, timeout_s))
+        return bool(done) and (left.result() or (key is not None and key == key_of_turn))
 
     def _forget(self, session_id: str, left: asyncio.Future[bool]) -> None:
-        if self._clients.get(session_id) is left:
+        client = self._clients.get(session_id)
+        if client is not None and client[1] is left:
             del self._clients[session_id]

@@ -85,16 +85,22 @@ class SessionHost:
                 loading.add_done_callback(lambda _: self._loading.pop(key, None))
             await self._tasks.outcome(loading)
 
+    async def hold_unforked(self, session_id: str, epoch: int) -> None:
+        """The same, between two forks of the session, which take milliseconds each. Raises what `hold` raises."""
+        await self.hold(session_id, epoch)
+        while await self.fork_ended(session_id):
+            await self.hold(session_id, epoch)  # whoever waited, too, may have moved the session meanwhile
+
     async def fork(self, parent_id: str, epoch: int, order: ForkOrder) -> ForkedSession:
         """Starts a session from the parent's first tokens. A fork that has begun completes even if the caller is
         cancelled.
 
         Raises ControllerError. The child then does not exist, unless only the log's answer was lost.
         """
-        await self.hold(parent_id, epoch)
-        await self._settled(order.child_id)
-        while await self.fork_ended(parent_id):  # one fork after the other, each in milliseconds
-            pass
+        await self.hold_unforked(parent_id, epoch)
+        while self.is_busy(order.child_id):
+            await self._settled(order.child_id)
+            await self.hold_unforked(parent_id, epoch)
         forking = self._tasks.start(self._fork(parent_id, epoch, order))
         self._forking[order.child_id] = self._forked[parent_id] = forking
         forking.add_done_callback(lambda _: self._forking.pop(order.child_id, None))

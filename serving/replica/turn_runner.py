@@ -181,7 +181,7 @@ class TurnRunner:
                     "was deleted since, by a rewind, by a turn that went back, or as a response"
                 )
             return begun
-        self._overlaps.has_turn(session.session_id, asker.left)
+        self._overlaps.has_turn(session.session_id, begun.idempotency_key, asker.left)
         try:
             if session.open_key not in (None, begun.open_key):
                 raise SessionNotFound(f"{named(session.session_id)} was closed, and another has its name")
@@ -219,7 +219,8 @@ class TurnRunner:
         self, call: TurnCall, session: SessionTurn, epoch: int, key: str | None, digest: str
     ) -> Turn | Replay:
         """Begins the session's turn. Raises TurnInFlight if a turn is in flight and its client does not leave within
-        `patience_s`, or if a fork takes longer than that, and AdapterNotLoaded for a turn without an answer in the log.
+        `patience_s` (nor is answered, if it is a turn with the same key), or if a fork takes longer than that, and
+        AdapterNotLoaded for a turn without an answer in the log.
         """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + patience_s(session)
@@ -242,7 +243,7 @@ class TurnRunner:
             except TurnInFlight:
                 if await self._host.fork_ended(session.session_id, max(0.0, until_s - loop.time())):
                     continue
-                if not await self._overlaps.left(session.session_id, until_s):
+                if not await self._overlaps.over(session.session_id, key, until_s):
                     raise
 
     def _submit(

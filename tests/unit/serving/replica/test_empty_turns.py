@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from controllers.errors import TurnDiffers, TurnInFlight
+from controllers.records import ForkOrder
 from serving.wire.calls import KeepNote, RewindSession
 from serving.wire.transcripts import transcript_of
 from tests.unit.engine.null_runner import null_generate
@@ -67,3 +68,18 @@ async def test_no_note_is_kept_while_a_turn_runs(rig: Rig) -> None:
         await rig.empty_turns.keep_note(KeepNote("s", epoch, b"n", "k", None))
     rig.runner.go_on()
     await task
+
+
+async def test_a_rewind_waits_for_a_fork(rig: Rig) -> None:
+    """It used to be refused with 409 turn_in_flight, unlike a turn, a move or another fork."""
+    epoch = rig.open_session("s")
+    await rig.run(call([1, 2], "s"), epoch)
+    rig.controller.gate.clear()
+    fork = asyncio.create_task(rig.host.fork("s", epoch, ForkOrder("child", "k")))
+    await rig.in_turn("s")
+    rewind = asyncio.create_task(rig.empty_turns.rewind(RewindSession("s", epoch, 3, "k")))
+    await asyncio.sleep(0)
+    rig.controller.gate.set()
+    assert (await fork).tokens == 10
+    await rewind
+    assert rig.sessions.committed_len("s") == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,4 +85,21 @@ async def test_an_engine_that_has_ended_is_a_fault(tmp_path: Path) -> None:
         watch = watch_of(rig, WAIT_S)
         assert watch.fault == "the engine's thread has ended"
         await watch.look()
+        assert rig.controller.cluster.replicas() == []
+
+
+async def test_a_replica_that_has_left_does_not_register_again(tmp_path: Path) -> None:
+    """It used to, if the answer to its last heartbeat asked for that. The controller then counted on it again."""
+    async with running_rig(tmp_path) as rig:
+        rig.open_session("s")
+        rig.controller.cluster.report_unreachable(rig.replica_id, True)  # so it is asked to register again
+        real = rig.controller.heartbeat
+
+        async def heartbeat(*args: Any) -> Any:
+            reply = await real(*args)
+            await rig.heartbeats.farewell()  # while the answer is on its way
+            return reply
+
+        rig.controller.heartbeat = heartbeat
+        await rig.heartbeats.beat()
         assert rig.controller.cluster.replicas() == []

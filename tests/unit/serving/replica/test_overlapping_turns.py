@@ -113,3 +113,21 @@ async def test_the_next_turn_follows_one_that_is_committed_though_its_client_has
     assert events[-1].finish is not None
     assert rig.sessions.snapshot()[0].turns == 3
     await rig.settled()
+
+
+async def test_the_same_turn_beside_it_gets_its_answer(rig: Rig) -> None:
+    """It used to be refused with 409 turn_in_flight when the first one was answered, though its answer was there."""
+    epoch = rig.open_session("s")
+    rig.runner.hold()
+    asked = call(FIRST, "s", key="k")
+    former = asyncio.create_task(rig.run(asked, epoch))
+    await rig.begun()
+    again = asyncio.create_task(rig.run(asked, epoch))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not again.done()
+    rig.runner.go_on()
+    assert tokens_of(await former) == null_generate(FIRST, 8, VOCAB_SIZE)
+    (event,) = await again
+    assert (event.replayed, list(event.token_ids)) == (True, null_generate(FIRST, 8, VOCAB_SIZE))
+    assert rig.sessions.snapshot()[0].turns == 1

@@ -158,6 +158,24 @@ async def test_a_fork_is_waited_for(served: Failover) -> None:
     assert (owner(served), owner(served, "child")) == (("b", 2), ("a", 1))
 
 
+async def test_a_fork_that_waited_beside_it_finds_it_moved(served: Failover) -> None:
+    """It used to be refused with 409 turn_in_flight, though no turn was in flight."""
+    rig = served.rigs[0]
+    served.controller.gate.clear()
+    first = asyncio.create_task(rig.host.fork("s", 1, ForkOrder("child", "k")))
+    await rig.in_turn("s")
+    moving = asyncio.create_task(rig.moves.move(_order("b")))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(rig.host.fork("s", 1, ForkOrder("child2", "k2")))
+    await asyncio.sleep(0)
+    served.controller.gate.set()
+    await first
+    assert (await moving).replica_id == "b"
+    with pytest.raises(StaleEpoch):  # which the front end asks the new owner for
+        await second
+    assert owner(served) == ("b", 2)
+
+
 async def test_whose_caller_leaves_it_moves_all_the_same(served: Failover) -> None:
     served.controller.gate.clear()
     moving = asyncio.create_task(served.rigs[0].moves.move(_order("b")))
