@@ -19,6 +19,7 @@ the rest are not.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +54,8 @@ from controllers.session_keys import id_in, named, session_key, tenant_in
 from controllers.settings import RedisLogSettings
 from controllers.store import LogChanges
 from controllers.tokens import TOKEN_BYTES
+
+logger = logging.getLogger(__name__)
 
 ENTRIES_AT_ONCE = 1000
 SWEPT_AT_ONCE = 100
@@ -91,6 +94,7 @@ class RedisSessionStore:
         self._clock = clock
         self._facts = ClusterFacts(self._log, self._cipher)
         self._cursor = 0  # of the walk over all sessions that `changes` continues
+        self._unreadable: set[str] = set()  # sessions of which the controller's log has told
 
     def open(self, record: SessionRecord, notes: Sequence[TurnNote] = ()) -> SessionRecord:
         assert not record.turns
@@ -397,15 +401,26 @@ class RedisSessionStore:
         return self._notes.notes(entry, notes, self._histories.starts(turns))
 
     def _sessions(self, session_ids: list[str]) -> Iterator[StoredSession]:
-        """The sessions with these ids, except those that have been closed meanwhile."""
+        """The sessions with these ids, except those that have been closed meanwhile. One that cannot be read, for
+        example because its key is gone, is passed over: it must keep neither a controller from starting nor other
+        sessions from ending."""
         for start in range(0, len(session_ids), ENTRIES_AT_ONCE):
             some = session_ids[start : start + ENTRIES_AT_ONCE]
             (texts,) = self._log.read(("MGET", *map(self._key, some)))
             for session_id, text in zip(some, texts, strict=True):
-                if text is not None:
-                    yield self._parsed(session_id, text)
-                elif self._log.read(("SISMEMBER", self._log.key("sessions"), session_id))[0]:
-                    raise self._log.error(f"{named(session_id)} is missing")
+                if (
+                    text is None
+                    and not self._log.read(("SISMEMBER", self._log.key("sessions"), session_id))[0]
+                ):
+                    continue
+                try:
+                    session = self._parsed(session_id, text)
+                except StoreError as error:
+                    if session_id not in self._unreadable:
+                        logger.error("%s is passed over: %s", named(session_id), error)
+                    self._unreadable.add(session_id)
+                else:
+                    yield session
 
     def _brought_under_its_key(self, key: str) -> bytes | None:
         """Renames a session that an earlier version stored under the client's id instead of its key. Returns its text;

@@ -4,9 +4,12 @@ failures lead to."""
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import redis
@@ -15,10 +18,15 @@ from redis_server import CLUSTER, RedisServer
 from store_turns import SESSION, append_turn, history_of, turn_of
 
 from controllers import circuit_breaker, redis_log
+from controllers.cluster import Cluster
 from controllers.errors import SessionNotFound, SessionTakenOver, StaleEpoch, StoreError
+from controllers.log_cipher import KEY_BYTES, LogCipher
+from controllers.records import ReplicaStatus
 from controllers.redis_store import RedisSessionStore
-from controllers.settings import REDIS_PASSWORD, RedisLogSettings
+from controllers.session_keys import tenant_in
+from controllers.settings import REDIS_PASSWORD, ClusterSettings, RedisLogSettings
 
+ROOT = Path(__file__).resolve().parents[3]
 Changes = Sequence[tuple[Sequence[redis_log.Command], redis_log.Guards]]
 
 
@@ -82,6 +90,25 @@ def test_a_closed_session_leaves_nothing(redis_server: RedisServer, log: RedisLo
     with redis_server.client() as client:
         left = {key.rpartition(b"}:")[2] for key in client.scan_iter() if log.name.encode() in key}
     assert left == {b"layout", b"writers", b"alive:cluster", b"epoch_floor"}
+
+
+@pytest.mark.skipif(shutil.which("redis-cli") is None, reason="redis-cli is not installed")
+def test_the_documented_command_forgets_all_sessions(
+    redis_server: RedisServer, log: RedisLogSettings
+) -> None:
+    """Keys of tenants' sessions have a space, and ids may have quotes."""
+    store = RedisSessionStore(log, CLUSTER)
+    for session_id in ("s", "tenant s", "tenant it's"):
+        store.open(replace(SESSION, session_id=session_id, tenant=tenant_in(session_id)))
+    store.disconnect()
+    page = (ROOT / "docs" / "operations.md").read_text()
+    (command,) = (line.strip() for line in page.splitlines() if "redis-cli --scan" in line)
+    command = command.replace("kedge-controller", log.name).replace(
+        "redis-cli", f"redis-cli -s {redis_server.directory}/redis.sock"
+    )
+    subprocess.run(command, shell=True, check=True)
+    with redis_server.client() as client:
+        assert [key for key in client.scan_iter() if log.name.encode() in key] == []
 
 
 def test_rewound_turns_are_deleted(redis_server: RedisServer, log: RedisLogSettings) -> None:
@@ -181,7 +208,9 @@ def test_a_redis_that_was_unreachable_is_probed_with_its_password(monkeypatch: p
         server.stop()
 
 
-def test_damage_is_noticed(redis_server: RedisServer, log: RedisLogSettings) -> None:
+def test_damage_is_noticed(
+    redis_server: RedisServer, log: RedisLogSettings, caplog: pytest.LogCaptureFixture
+) -> None:
     store = RedisSessionStore(log, CLUSTER)
     store.open(SESSION)
     append_turn(store, turn_of(0, 0, [1, 2], idempotency_key="k"))
@@ -195,18 +224,39 @@ def test_damage_is_noticed(redis_server: RedisServer, log: RedisLogSettings) -> 
                 store.load("s")
         for text in ("nothing", "{}", '{"kept": [], "entry": {"x": 1}}'):
             client.set(keys[b"session"], text)
-            for read in (
-                lambda: store.load("s"),
-                lambda: list(store.load_all_entries()),
-                store.changes,
-                lambda: store.close("s"),
-            ):
+            for read in (lambda: store.load("s"), lambda: store.find("s"), lambda: store.close("s")):
                 with pytest.raises(StoreError, match="cannot be read"):
                     read()
+            assert list(store.load_all_entries()) == []
         client.delete(keys[b"session"])
-        with pytest.raises(StoreError, match="session 's' is missing"):
-            list(store.load_all_entries())
+        assert list(store.load_all_entries()) == []
+    assert caplog.text.count("session 's' is passed over") == 1
     store.disconnect()
+
+
+def test_a_session_whose_key_is_gone_keeps_no_controller_from_starting_and_no_other_from_ending(
+    log: RedisLogSettings,
+) -> None:
+    """The documents say that it cannot be used until its key is back."""
+    clock = ManualClock()
+
+    def start(cluster: str, *keys: int) -> Cluster:
+        cipher = LogCipher([bytes([key]) * KEY_BYTES for key in keys], encrypts=True)
+        store = RedisSessionStore(log, cluster, clock=clock, timer=clock, cipher=cipher)
+        stores.callback(store.disconnect)
+        cluster_of_store = Cluster(ClusterSettings(session_timeout_s=100.0), store, clock, clock)
+        cluster_of_store.register_replica(ReplicaStatus("a", 1000, 1000))
+        return cluster_of_store
+
+    with ExitStack() as stores:
+        start(CLUSTER, 1).open_session("lost", "", None, None)
+        restarted = start(CLUSTER, 2)
+        assert restarted.open_session("sound", "", None, None).fresh
+        with pytest.raises(StoreError, match="under a key that KEDGE_LOG_KEYS does not have"):
+            restarted.resolve("lost", False, "")
+        clock.advance(1000)
+        assert restarted.expire_idle() == ["sound"]
+        assert [entry.session_id for entry in start(CLUSTER, 2, 1).sessions()] == ["lost"]
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "noeviction", "volatile-lru"])
