@@ -198,9 +198,9 @@ class RedisSessionStore:
             for at in range(0, len(known), FIELDS_AT_ONCE)
         ]
         self._log.change(commands, though_full=True)
-        abandoned = self._abandoned([member.decode() for member in members])
+        claimable = self._claimable([member.decode() for member in members])
         self._cursor = int(cursor)
-        return LogChanges(tuple((key.decode(), int(epoch)) for key, epoch in taken.items()), abandoned)
+        return LogChanges(tuple((key.decode(), int(epoch)) for key, epoch in taken.items()), claimable)
 
     def load_all_entries(self) -> Iterator[LedgerEntry]:
         (members,) = self._log.read(("SMEMBERS", self._log.key("sessions")))
@@ -444,15 +444,15 @@ class RedisSessionStore:
         ]
         return text if self._log.change(commands, {self._key(former): found}) else None
 
-    def _abandoned(self, session_ids: list[str]) -> tuple[LedgerEntry, ...]:
-        """Those of the sessions whose writing cluster is gone, or that never had one."""
-        others = [s for s in self._sessions(session_ids) if s.writer != self._log.cluster]
-        if not others:
-            return ()
-        writers = sorted({session.writer for session in others})
-        alive = self._log.read(*(("EXISTS", self._log.alive_key(writer)) for writer in writers))
-        gone = {writer for writer, lives in zip(writers, alive, strict=True) if not lives}
-        return tuple(session.entry for session in others if session.writer in gone)
+    def _claimable(self, session_ids: list[str]) -> tuple[LedgerEntry, ...]:
+        """Those of the sessions that no other living cluster has."""
+        sessions = list(self._sessions(session_ids))
+        others = sorted({session.writer for session in sessions} - {self._log.cluster})
+        alive = (
+            self._log.read(*(("EXISTS", self._log.alive_key(writer)) for writer in others)) if others else []
+        )
+        living = {writer for writer, lives in zip(others, alive, strict=True) if lives}
+        return tuple(session.entry for session in sessions if session.writer not in living)
 
     def _parsed(self, session_id: str, stored: bytes | None) -> StoredSession:
         text = self._cipher.decrypt(stored or b"", _session_place(session_id))

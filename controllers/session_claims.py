@@ -97,8 +97,9 @@ class SessionClaims:
         return False
 
     def refresh(self, expires_at_s: Callable[[LedgerEntry], float], now_s: float) -> list[str]:
-        """Drops sessions that other clusters took. Claims sessions of clusters that are gone, if they are past their
-        timeout, and returns these: the caller must end them."""
+        """Drops sessions that other clusters took. Claims sessions that are past their timeout and in no ledger, and
+        returns these: the caller must end them. Their cluster is gone; or it is this one, and the answer to their
+        opening was lost, or a failover of Redis lost changes of them."""
         with self._stats.timed("changes"):
             changes = self._store.changes()
         for session_id, epoch in changes.taken:
@@ -106,19 +107,19 @@ class SessionClaims:
                 self._drop(session_id)
         return [
             entry.session_id
-            for entry in changes.abandoned
+            for entry in changes.claimable
             if expires_at_s(entry) + ABANDONED_GRACE_S < now_s and self._claim_unused(entry)
         ]
 
-    def _claim_unused(self, abandoned: LedgerEntry) -> bool:
-        """Claims an abandoned session. False if it was used since it was read: it then stays open."""
-        if abandoned.session_id in self._ledger:
+    def _claim_unused(self, found: LedgerEntry) -> bool:
+        """Claims a session that is in no ledger. False if it was used since it was read: it then stays open."""
+        if found.session_id in self._ledger:
             return False
         try:
-            entry = self.claim(abandoned.session_id, abandoned.replica_id)
+            entry = self.claim(found.session_id, found.replica_id)
         except SessionNotFound:
             return False
-        return (entry.epoch, entry.turns) == (abandoned.epoch + 1, abandoned.turns)
+        return entry.epoch <= found.epoch + 1 and entry.turns == found.turns
 
     def _find(self, session_id: str) -> LedgerEntry:
         with self._stats.timed("find"):

@@ -17,10 +17,11 @@ from controllers.records import LedgerEntry, SessionRecord, TurnNote, TurnRecord
 @dataclass(frozen=True, slots=True)
 class LogChanges:
     """What other clusters on the same session log have done. `taken`: sessions that they took from this cluster, and
-    the epochs at which they did. `abandoned`: some of the sessions whose cluster is gone; each call returns others."""
+    the epochs at which they did. `claimable`: some of the sessions that are this cluster's or whose cluster is gone;
+    each call returns others."""
 
     taken: tuple[tuple[str, int], ...] = ()
-    abandoned: tuple[LedgerEntry, ...] = ()
+    claimable: tuple[LedgerEntry, ...] = ()
 
 
 class SessionStore(Protocol):

@@ -303,7 +303,7 @@ def test_a_log_of_the_former_layout_is_taken_over(redis_server: RedisServer, log
     assert list(again.load_all_entries()) == []
     with pytest.raises(SessionTakenOver):
         append_turn(again, turn_of(1, 2, [3]))
-    assert [entry.session_id for entry in again.changes().abandoned] == ["s"]
+    assert [entry.session_id for entry in again.changes().claimable] == ["s"]
     assert again.claim("s", "b").epoch == 2
     append_turn(again, turn_of(1, 2, [3], epoch=2))
     assert history_of(again) == [1, 2, 3]

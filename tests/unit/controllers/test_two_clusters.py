@@ -300,6 +300,19 @@ def test_an_open_whose_answer_was_lost_is_repeated(upgrade: Upgrade) -> None:
     upgrade.old.turn("s", [1])
 
 
+def test_one_that_is_not_repeated_ends_as_any_other(upgrade: Upgrade) -> None:
+    """No ledger had it. It stayed in the log until the controller was started again."""
+    with answers_lost(), pytest.raises(StoreError):
+        open_session(upgrade.old)
+    upgrade.advance(IDLE_S + ABANDONED_GRACE_S)
+    assert upgrade.old.cluster.expire_idle() == []
+    upgrade.advance(1)
+    assert upgrade.new.cluster.expire_idle() == [], "its cluster lives"
+    assert upgrade.old.cluster.expire_idle() == ["s"]
+    with pytest.raises(SessionNotFound):
+        upgrade.old.store.find("s")
+
+
 def test_a_fork_whose_answer_was_lost_is_repeated(upgrade: Upgrade) -> None:
     open_session(upgrade.old)
     upgrade.old.turn("s", [1, 2])
