@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from serving.wire.turns import SessionTurn, TurnCall
+from serving.wire.turns import TurnCall
 
 _ASKED = frozenset(
     {
@@ -36,15 +36,11 @@ _ASKED = frozenset(
     }
 )
 """The fields of a call that shape its answer."""
-_ASKED_OF_SESSION = frozenset({"rewind_to"})
-_NO_SESSION = SessionTurn("")
 
 
 def request_digest(call: TurnCall) -> str:
     """The digest of all that shapes the call's answer."""
     asked = {name: value for name, value in _told_fields(call).items() if name in _ASKED}
-    session = _told_fields(call.session or _NO_SESSION)
-    asked |= {name: value for name, value in session.items() if name in _ASKED_OF_SESSION}
     return hashlib.sha256(json.dumps(asked, default=_plain).encode()).hexdigest()
 
 

@@ -232,7 +232,6 @@ class TurnRunner:
                 return self._sessions.begin_turn(
                     session.session_id,
                     epoch,
-                    rewind_to=session.rewind_to,
                     idempotency_key=key,
                     digest=digest,
                     tools=tools,

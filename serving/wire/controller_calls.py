@@ -138,8 +138,6 @@ class ControllerCalls:
         timeout_s: float | None = None,
     ) -> Assignment:
         key = session_key(tenant, session_id)
-        if timeout_s is None:  # which controllers before this version do not know
-            return await self._of(key).resolve(key, create, tenant, preferred)
         return await self._of(key).resolve(key, create, tenant, preferred, timeout_s)
 
     async def load_session(self, session_id: str, epoch: int, replica_id: str) -> SessionRecord:

@@ -90,8 +90,7 @@ Fallback = Literal["elsewhere", "unnamed"]
 
 
 class SessionTurn(msgspec.Struct, frozen=True):
-    """The session a call belongs to. `rewind_to` first cuts the committed history to that many tokens. Only older front
-    ends set it: others send RewindSession before the turn.
+    """The session a call belongs to.
 
     With `create`, the turn opens a session that does not exist; otherwise it is refused (404). `retries` is how often
     the client has sent this turn before (None: it does not count). `open_key` means the session that was opened with
@@ -105,7 +104,6 @@ class SessionTurn(msgspec.Struct, frozen=True):
     """
 
     session_id: str
-    rewind_to: int | None = None
     idempotency_key: str | None = None
     create: bool = True
     retries: int | None = None

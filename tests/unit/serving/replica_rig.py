@@ -390,9 +390,7 @@ def call(
     tokens: list[int], session: str | None = None, *, max_new_tokens: int | None = 8, **options: Any
 ) -> TurnCall:
     """A greedy call with token ids."""
-    turn = None
-    if session is not None:
-        turn = SessionTurn(session, options.pop("rewind_to", None), options.pop("key", None))
+    turn = None if session is None else SessionTurn(session, options.pop("key", None))
     return TurnCall(
         request_id=options.pop("request_id", "r"),
         prompt=TokenPrompt(tuple(tokens)),

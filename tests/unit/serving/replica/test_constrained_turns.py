@@ -49,12 +49,11 @@ async def test_a_constrained_turn_is_a_turn_like_any_other(tmp_path: Path) -> No
 
 
 async def test_what_cannot_be_enforced_changes_nothing_of_the_session(tmp_path: Path) -> None:
-    """This includes the KV past the place to which the turn would have rewound the session."""
     async with running_rig(tmp_path, text=TEXT) as rig:
         epoch = rig.open_session("s")
         first = (await rig.run(call([5, 6, 7], "s"), epoch))[-1]
         kv = rig.engine.session_kv_tokens().result(20)
-        for options in ({"rewind_to": 2}, {"key": "k"}, {}):
+        for options in ({"key": "k"}, {}):
             (refused,) = await rig.run(call([8], "s", constraint=BAD, **options), epoch)
             assert refused.error is not None
             assert (refused.error.status, refused.error.param) == (400, "json_schema")

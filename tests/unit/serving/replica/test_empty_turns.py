@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from controllers.errors import TurnDiffers, TurnInFlight
+from controllers.errors import InvalidRewind, TurnDiffers, TurnInFlight
 from controllers.records import ForkOrder
 from serving.wire.calls import KeepNote, RewindSession
 from serving.wire.transcripts import transcript_of
@@ -17,12 +17,12 @@ from tests.unit.serving.replica_rig import VOCAB_SIZE, Rig, call, tokens_of
 async def test_rewind(rig: Rig) -> None:
     epoch = rig.open_session("s")
     history = [1, 2, 3, *tokens_of(await rig.run(call([1, 2, 3], "s"), epoch))]
-    events = await rig.run(call([4], "s", rewind_to=5), epoch)
+    await rig.empty_turns.rewind(RewindSession("s", epoch, 5))
+    events = await rig.run(call([4], "s"), epoch)
     assert tokens_of(events) == null_generate([*history[:5], 4], 8, VOCAB_SIZE)
     assert events[-1].prompt_tokens == 6
-    too_far = await rig.run(call([4], "s", rewind_to=50), epoch)
-    assert too_far[-1].error is not None
-    assert too_far[-1].error.code == "invalid_rewind"
+    with pytest.raises(InvalidRewind):
+        await rig.empty_turns.rewind(RewindSession("s", epoch, 50))
     events = await rig.run(call([8], "s"), epoch)
     assert events[-1].prompt_tokens == 6 + 8 + 1
 

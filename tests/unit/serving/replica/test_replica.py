@@ -30,15 +30,12 @@ from engine.api import (
 )
 from serving.replica import session_host
 from serving.replica.replica import execution_line, replica_figures
+from serving.wire.calls import RewindSession
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, call, running_rig, tokens_of
 
 AT_ONCE_S = 1e-6
-KEPT: list[tuple[str, list[int], dict[str, Any]]] = [
-    ("whole", [1, 2], {}),
-    ("cut", [3], {}),
-    ("went back", [4], {"rewind_to": 11}),
-]
+KEPT = {"whole": [1, 2], "cut": [3], "after": [4]}
 
 
 async def test_turns_of_a_session_equal_one_long_request(rig: Rig) -> None:
@@ -150,13 +147,12 @@ async def test_a_key_whose_answer_was_rewound_never_runs_again_wherever_its_sess
     epoch = rig.open_session("s")
     await rig.run(call([1, 2], "s", key="whole"), epoch)
     await rig.run(call([3], "s", key="cut"), epoch)
-    await rig.run(call([4], "s", key="went back", rewind_to=11), epoch)
+    await rig.empty_turns.rewind(RewindSession("s", epoch, 11))
+    await rig.run(call([4], "s", key="after"), epoch)
     for _ in range(2):
-        answers = {
-            key: (await rig.run(call(new, "s", key=key, **more), epoch))[-1] for key, new, more in KEPT
-        }
+        answers = {key: (await rig.run(call(new, "s", key=key), epoch))[-1] for key, new in KEPT.items()}
         assert answers["whole"].replayed
-        assert answers["went back"].replayed
+        assert answers["after"].replayed
         assert answers["cut"].error is not None
         assert (answers["cut"].error.status, answers["cut"].error.code) == (409, "idempotency_conflict")
         assert "was deleted" in answers["cut"].error.message
@@ -164,9 +160,7 @@ async def test_a_key_whose_answer_was_rewound_never_runs_again_wherever_its_sess
         rig.sessions.drop("s")  # the next turn loads it from the log, as a next owner does
 
 
-@pytest.mark.parametrize(
-    "other", [{"rewind_to": 3}, {"skip_special_tokens": False}, {"trim_stop": False}, {"stop": ("x",)}]
-)
+@pytest.mark.parametrize("other", [{"skip_special_tokens": False}, {"trim_stop": False}, {"stop": ("x",)}])
 async def test_a_key_stands_for_everything_that_shapes_an_answer(rig: Rig, other: dict[str, Any]) -> None:
     epoch = rig.open_session("s")
     await rig.run(call([1, 2], "s"), epoch)
@@ -294,14 +288,15 @@ async def test_a_session_that_is_used_while_others_end_goes_on(
         assert [entry.session_id for entry in rig.controller.cluster.sessions()] == ["used"]
 
 
-async def test_a_rewound_turn_does_not_wait_for_the_engine_to_cut_kv(
+async def test_a_turn_after_a_rewind_does_not_wait_for_the_engine_to_cut_kv(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     epoch = rig.open_session("s")
     history = [1, *tokens_of(await rig.run(call([1], "s"), epoch))]
     with monkeypatch.context() as patched:
         patched.setattr(rig.engine, "rewind_session", lambda *_: Future())
-        events = await rig.run(call([2], "s", rewind_to=3), epoch)
+        await rig.empty_turns.rewind(RewindSession("s", epoch, 3))
+        events = await rig.run(call([2], "s"), epoch)
     assert tokens_of(events) == null_generate([*history[:3], 2], 8, VOCAB_SIZE)
     assert events[-1].cached_tokens == 3
 

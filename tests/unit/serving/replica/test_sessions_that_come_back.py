@@ -13,6 +13,7 @@ import pytest
 
 from controllers.records import ForkOrder
 from engine.api import SessionBusy
+from serving.wire.calls import RewindSession
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.replica_rig import VOCAB_SIZE, Rig, call, local_controller, running_rig, tokens_of
 
@@ -40,7 +41,9 @@ class TwoOwners:
     async def say(self, rig: Rig, new: list[int], keep: int | None = None) -> int:
         """Runs a turn, which must answer as a fresh request with the whole history does. Returns how much KV it
         found."""
-        events = await rig.run(call(new, "s", rewind_to=keep), self.epoch)
+        if keep is not None:
+            await rig.empty_turns.rewind(RewindSession("s", self.epoch, keep))
+        events = await rig.run(call(new, "s"), self.epoch)
         prompt = [*self.history[:keep], *new]
         assert tokens_of(events) == null_generate(prompt, 8, VOCAB_SIZE), events[-1].error
         self.history = prompt + tokens_of(events)

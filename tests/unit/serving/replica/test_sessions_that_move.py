@@ -15,6 +15,7 @@ from controllers.errors import StaleEpoch, StoreError
 from controllers.records import ForkOrder, ReplicaStatus, SessionReport
 from serving.front.ownership_cache import Owner
 from serving.replica import overlaps, session_offers
+from serving.wire.calls import RewindSession
 from serving.wire.turns import TurnCall, TurnEvent
 from tests.unit.controllers.measured import measured
 from tests.unit.engine.null_runner import null_generate
@@ -148,10 +149,11 @@ async def test_forks_stay_with_their_kv(crowd: Crowd) -> None:
     assert child.cached_tokens in (at_fork, at_fork - 1)
 
 
-async def test_a_rewind_moves_too(crowd: Crowd) -> None:
+async def test_a_session_that_was_rewound_moves_too(crowd: Crowd) -> None:
     await crowd.crowd()
     crowd.history = crowd.history[:5]
-    await crowd.say([8], call([8], "s", rewind_to=5))
+    await crowd.rigs[0].empty_turns.rewind(RewindSession("s", 1, 5))
+    await crowd.say([8])
     assert crowd.owner() == ("b", 2)
     await crowd.nothing_at("a")
 

@@ -97,7 +97,7 @@ TURN = TurnCall(
     shown_tokens=("<t>",),
     logprobs=LogprobParams(top=2, input_start=1),
     constraint=OutputConstraint("regex", "a+"),
-    session=SessionTurn("s", 4, "key", False, 1, "o"),
+    session=SessionTurn("s", "key", False, 1, "o"),
     tenant="t",
     resumed=ResumedTurn((7,), (TEXT,), (TEXT,), 5, "t", "o"),
 )
