@@ -42,6 +42,8 @@ class HeldSession:
     whole: bool = False
     awaited: str | None = None
     """If the session was already closing when it was adopted: the key of the turn that may still come."""
+    committed_s: float | None = None
+    """When the last turn was committed here. None: none was since the session was adopted."""
     undone: str | None = None
     """The digest of the last turn that was begun, if it was aborted and no turn has been committed since."""
 

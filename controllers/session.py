@@ -180,12 +180,15 @@ class SessionController:
         session.turn = replace(turn, history_len=length, room_tokens=room_tokens_behind(session, length))
         return session.turn
 
-    def tried_key(self, session_id: str, epoch: int, digest: str) -> str | None:
+    def tried_key(
+        self, session_id: str, epoch: int, digest: str, age_s: Callable[[bytes], float]
+    ) -> str | None:
         """The key of the turn that a client retries without naming a key; None if its earlier try left no trace.
 
         It is the turn in flight, or the last committed one, if its client counts its tries and its request was the same
         (`digest`). Clients retry soon, so a turn older than TRIED_AGAIN_WITHIN_S does not count. Neither does the last
-        turn if a later one with the same request was aborted.
+        turn if a later one with the same request was aborted. `age_s` tells how old an answer is, in seconds; it is
+        asked about turns that were committed elsewhere.
 
         Raises SessionNotFound and StaleEpoch.
         """
@@ -196,7 +199,8 @@ class SessionController:
             last = next(reversed(session.results.values()), None)
             if last is None or last.turn_index != session.turns - 1 or session.undone == digest:
                 return None
-            if self._clock() - session.idle_since_s > TRIED_AGAIN_WITHIN_S:
+            here_s = session.committed_s
+            if (age_s(last.result) if here_s is None else self._clock() - here_s) > TRIED_AGAIN_WITHIN_S:
                 return None
             key, asked = last.idempotency_key, last.digest
         return key if key is not None and key.startswith(COUNTED_KEY) and asked == digest else None
@@ -300,6 +304,7 @@ class SessionController:
         session.whole = session.whole or record.whole
         session.turns += 1
         session.undone = session.awaited = None
+        session.committed_s = self._clock()
         if record.idempotency_key is not None:
             session.results[record.idempotency_key] = kept_of(record)
             keys = list(session.results)

@@ -172,7 +172,7 @@ class TurnRunner:
         key = session.idempotency_key
         if session.retries and call.resumed is None:
             await self._host.hold(session.session_id, epoch)
-            key = self._sessions.tried_key(session.session_id, epoch, digest) or key
+            key = self._sessions.tried_key(session.session_id, epoch, digest, self._age_s) or key
         begun = await self._begin_turn(call, session, epoch, key, digest)
         if isinstance(begun, Replay):
             if not begun.result:
@@ -200,6 +200,11 @@ class TurnRunner:
             self._sessions.abort_turn(begun)
             self._tasks.start(self._host.turn_ended(session.session_id))
             raise
+
+    def _age_s(self, result: bytes) -> float:
+        """How long ago the turn with this answer ended, by the clocks of both replicas; 0 if the answer was deleted."""
+        ended_s = decode_result(result).ended_s if result else None
+        return 0.0 if ended_s is None else self._unix_clock() - ended_s
 
     async def _begin_unnamed(
         self, call: TurnCall, asker: Asker, started_s: float, constraint: TokenConstraint | None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 from manual_clock import ManualClock
@@ -384,25 +385,29 @@ def counted(number: int) -> str:
     return f"{COUNTED_KEY}{number}"
 
 
+def age_s(result: bytes) -> float:
+    return float(result)
+
+
 def test_a_try_that_is_counted_finds_the_key_of_the_last_turn_that_asked_the_same(
     controller: SessionController,
 ) -> None:
     controller.adopt(_record())
-    assert controller.tried_key("s", 1, "a") is None
+    assert controller.tried_key("s", 1, "a", age_s) is None
     _run_turn(controller, [1], [2], idempotency_key=counted(1), digest="a")
-    assert controller.tried_key("s", 1, "a") == counted(1)
-    assert controller.tried_key("s", 1, "b") is None
+    assert controller.tried_key("s", 1, "a", age_s) == counted(1)
+    assert controller.tried_key("s", 1, "b", age_s) is None
     _run_turn(controller, [1], [2], idempotency_key=counted(2), digest="b")
-    assert controller.tried_key("s", 1, "a") is None
-    assert controller.tried_key("s", 1, "b") == counted(2)
+    assert controller.tried_key("s", 1, "a", age_s) is None
+    assert controller.tried_key("s", 1, "b", age_s) == counted(2)
 
 
 def test_it_finds_the_turn_in_flight(controller: SessionController) -> None:
     controller.adopt(_record())
     _run_turn(controller, [1], [2], idempotency_key=counted(1), digest="a")
     turn = _begin(controller, idempotency_key=counted(2), digest="a")
-    assert controller.tried_key("s", 1, "a") == counted(2)
-    assert controller.tried_key("s", 1, "b") is None
+    assert controller.tried_key("s", 1, "a", age_s) == counted(2)
+    assert controller.tried_key("s", 1, "b", age_s) is None
     controller.abort_turn(turn)
 
 
@@ -412,7 +417,7 @@ def test_it_finds_no_turn_of_a_client_that_names_keys_or_does_not_count(
     controller.adopt(_record())
     for key in ("mine", None):
         _run_turn(controller, [1], [2], idempotency_key=key, digest="a")
-        assert controller.tried_key("s", 1, "a") is None
+        assert controller.tried_key("s", 1, "a", age_s) is None
 
 
 def test_it_does_not_take_an_equal_turn_before_for_the_one_that_left_no_trace(
@@ -421,23 +426,38 @@ def test_it_does_not_take_an_equal_turn_before_for_the_one_that_left_no_trace(
     controller.adopt(_record())
     _run_turn(controller, [1], [2], idempotency_key=counted(1), digest="a")
     controller.abort_turn(_begin(controller, idempotency_key=counted(2), digest="a"))
-    assert controller.tried_key("s", 1, "a") is None
+    assert controller.tried_key("s", 1, "a", age_s) is None
     _run_turn(controller, [1], [2], idempotency_key=counted(3), digest="a")
-    assert controller.tried_key("s", 1, "a") == counted(3)
+    assert controller.tried_key("s", 1, "a", age_s) == counted(3)
 
 
 def test_it_finds_no_turn_that_is_long_past(controller: SessionController, clock: ManualClock) -> None:
     controller.adopt(_record())
     _run_turn(controller, [1], [2], idempotency_key=counted(1), digest="a")
     clock.advance(TRIED_AGAIN_WITHIN_S)
-    assert controller.tried_key("s", 1, "a") == counted(1)
+    assert controller.tried_key("s", 1, "a", age_s) == counted(1)
     clock.advance(0.1)
-    assert controller.tried_key("s", 1, "a") is None
+    assert controller.tried_key("s", 1, "a", age_s) is None
 
 
-def test_it_finds_the_turn_in_the_log_after_a_move(controller: SessionController) -> None:
-    stored = StoredResult(counted(1), 4, b"stored", "a")
+def test_what_came_to_nothing_since_makes_it_no_younger(
+    controller: SessionController, clock: ManualClock
+) -> None:
+    controller.adopt(_record())
+    _run_turn(controller, [1], [2], idempotency_key=counted(1), digest="a")
+    clock.advance(TRIED_AGAIN_WITHIN_S + 0.1)
+    controller.abort_turn(_begin(controller, idempotency_key=counted(2), digest="b"))
+    assert controller.tried_key("s", 1, "a", age_s) is None
+
+
+def test_it_finds_the_turn_in_the_log_after_a_move_by_what_its_answer_says_of_its_age(
+    controller: SessionController,
+) -> None:
+    stored = StoredResult(counted(1), 4, b"%d" % TRIED_AGAIN_WITHIN_S, "a")
     controller.adopt(_record(turns=5, results=(stored,)))
-    assert controller.tried_key("s", 1, "a") == counted(1)
+    assert controller.tried_key("s", 1, "a", age_s) == counted(1)
     with pytest.raises(StaleEpoch):
-        controller.tried_key("s", 2, "a")
+        controller.tried_key("s", 2, "a", age_s)
+    long_past = replace(stored, result=b"%d" % (TRIED_AGAIN_WITHIN_S + 1))
+    controller.adopt(_record(epoch=2, turns=5, results=(long_past,)))
+    assert controller.tried_key("s", 2, "a", age_s) is None

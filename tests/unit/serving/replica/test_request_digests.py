@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from controllers.records import COUNTED_KEY
+from controllers.session import TRIED_AGAIN_WITHIN_S
 from engine.api import LogprobParams, SamplingParams
 from serving.replica.turn_request import RequestBuilder
 from serving.wire import turns
@@ -99,3 +101,19 @@ async def test_a_retry_without_a_key_runs_once_across_an_update(rig: Rig) -> Non
     assert tokens_of(again) == tokens_of(first)
     (status,) = rig.controller.cluster.sessions()
     assert status.turns == 1
+
+
+async def test_an_equal_turn_that_is_long_past_is_not_the_one_tried_before_also_once_it_is_loaded(
+    rig: Rig,
+) -> None:
+    """After a move its answer was told again: the time began when the session was loaded."""
+    epoch = rig.open_session("s")
+    turn = SessionTurn("s", idempotency_key=COUNTED_KEY + "yesterday", retries=0)
+    await rig.run(replace(call([1]), session=turn), epoch)
+    for later_s, replayed in ((TRIED_AGAIN_WITHIN_S / 2, True), (2 * TRIED_AGAIN_WITHIN_S, False)):
+        rig.sessions.drop("s")  # the next turn loads it from the log, as a next owner does
+        now_s = time.time() + later_s
+        rig.unix_clock = lambda now_s=now_s: now_s
+        turn = SessionTurn("s", idempotency_key=COUNTED_KEY + "today", retries=1)
+        again = await rig.run(replace(call([1]), session=turn), epoch)
+        assert again[-1].replayed is replayed
