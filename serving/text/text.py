@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,6 +46,9 @@ from serving.wire.turns import ChatPrompt, Prompt, TextLogprob, TextPrompt, Toke
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_WORDS_AT_ONCE = 8
+"""For how many requests the tokens of their words are remembered: all choices of a request have the same words."""
+
 
 @dataclass(frozen=True, slots=True)
 class Continued:
@@ -78,6 +82,7 @@ class TextProcessor:
             self._backend = _backend_of(tokenizer)
             self._token_bytes = TokenBytes(self._backend)
             self._control_tokens = ControlTokens(self._backend)
+            self._word_tokens = lru_cache(_WORDS_AT_ONCE)(partial(word_tokens, self._backend))
             if tokenizer.chat_template is not None:
                 self._chat_template = ChatTemplate(tokenizer)
         self.tokenizer_hash = tokenizer_hash(self._backend, vocab_size)
@@ -239,7 +244,7 @@ class TextProcessor:
             return ()
         if self._backend is None:
             raise InvalidRequest("This model has no tokenizer, so words cannot be found.", "bad_words")
-        return word_tokens(self._backend, words)
+        return self._word_tokens(tuple(words))
 
     def token_text(self, token_id: int) -> bytes:
         """A token's bytes by itself, which may not be a whole character."""

@@ -38,6 +38,8 @@ MAX_BIASES = 16_384
 MAX_GRAMMAR_CHARS = 65_536
 """Longest JSON schema, regular expression or grammar: as much as can be compiled in a second or two."""
 MAX_BAD_WORDS = 1024
+MAX_BAD_WORDS_CHARS = 16_384
+"""Of all words together. A replica's event loop makes them into tokens: so many take 20 ms."""
 _SHOWN_CHARS = 60
 _MAX_INT = 2**31 - 1
 _SEED_BITS = 2**63 - 1
@@ -102,7 +104,18 @@ class DirectCaller(StrictBody):
 
 CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 BadWord = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"\S")]
-BadWords = Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)]
+
+
+def _not_too_long(words: list[str]) -> list[str]:
+    length = sum(map(len, words))
+    if length > MAX_BAD_WORDS_CHARS:
+        raise ValueError(f"{length} characters; at most {MAX_BAD_WORDS_CHARS} are allowed.")
+    return words
+
+
+BadWords = Annotated[
+    list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True), AfterValidator(_not_too_long)
+]
 StopTokenIds = Annotated[list[int], Field(max_length=64)]
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]

@@ -112,6 +112,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids"),
     (COMPLETIONS, {"prompt": "a", "allowed_token_ids": [10**6]}, "allowed_token_ids"),
     (COMPLETIONS, {"prompt": "a", "bad_words": [" "]}, "bad_words[0]"),
+    (COMPLETIONS, {"prompt": "a", "bad_words": ["long" * 64] * 65}, "bad_words"),
     (COMPLETIONS, {"prompt": "a", "guided_grammar": "root ::= x"}, "guided_grammar"),
     (COMPLETIONS, {"prompt": "a", "guided_grammar": "start: x"}, "guided_grammar"),
     (COMPLETIONS, {"prompt": "a", "guided_regex": "("}, "guided_regex"),

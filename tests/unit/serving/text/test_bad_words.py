@@ -36,6 +36,10 @@ def test_words_keep_their_order_and_none_is_nothing() -> None:
     assert TEXT.bad_words([]) == ()
 
 
+def test_the_words_of_a_request_are_made_into_tokens_once_for_all_its_choices() -> None:
+    assert TEXT.bad_words(["Rex", "dog"]) is TEXT.bad_words(["Rex", "dog"])
+
+
 def test_what_has_no_tokens_is_refused() -> None:
     without = TextProcessor(None, vocab_size=9, max_context_len=9)
     small = TextProcessor(byte_level_tokenizer(), vocab_size=1024, max_context_len=9)
