@@ -134,13 +134,14 @@ def _pages_in_use(pages: dict[str, int]) -> int:
     return pages["total"] - pages["free"] - pages["cached"]
 
 
-async def health_generate(request: Request, service: Service) -> Response:
-    """Healthy if a replica generates a token."""
+async def health_generate(request: Request, service: Service, tenant: Tenant) -> Response:
+    """Healthy if a replica generates a token. The turn counts as one of its caller's tenant."""
     call = TurnCall(
         new_id("health-"),
         TokenPrompt((0,)),
         SamplingParams(temperature=0.0, ignore_eos=True),
         max_new_tokens=1,
+        tenant=tenant,
     )
     await until_disconnect(request.receive, collect(service, TurnPlan([call])))
     return Response()

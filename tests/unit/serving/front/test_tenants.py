@@ -191,3 +191,13 @@ async def test_no_id_is_the_key_of_another_tenants_session(client: httpx.AsyncCl
     assert await listed(client, key("operators")) == sessions
     state.append((await client.get(f"{SESSIONS}/diary?messages=true", headers=key("acmes"))).json())
     assert state[0] | {"idle_s": 0} == state[1] | {"idle_s": 0}
+
+
+async def test_a_generated_health_check_is_a_turn_of_its_callers_tenant(tmp_path: Path) -> None:
+    """It was one of the tenant without a name: it passed the caller's limit of turns, and used up that tenant's."""
+    async with (
+        local_service(tmp_path) as service,
+        client_of(create_http_app(lambda: service, keys=RING)) as client,
+    ):
+        assert (await client.get("/health_generate", headers=key("acmes"))).status_code == 200
+    assert [call.tenant for call in service.calls] == ["acme"]
