@@ -24,7 +24,7 @@ from serving.front.api.strict_json import large_integer_in
 
 TemplateMessage = dict[str, Any]
 _JOINED = ("reasoning_content", "content")
-"""Texts of a message to which those of the next message of the same role are added."""
+"""Texts that joined messages have of all of them."""
 
 
 def for_template(
@@ -44,18 +44,20 @@ def _placed(
     system: str | list[TextBlock] | None, messages: Sequence[Message]
 ) -> list[tuple[int | None, TemplateMessage]]:
     """The prompt's messages. Each comes with the index of the request's message that begins it."""
-    result: list[tuple[int | None, TemplateMessage]] = []
+    groups: list[tuple[int | None, list[TemplateMessage]]] = []
     instruction = "" if system is None else text_of(system)
     if instruction:
-        result.append((None, {"role": "system", "content": instruction}))
+        groups.append((None, [{"role": "system", "content": instruction}]))
     last_user = max((i for i, each in enumerate(messages) if isinstance(each, UserMessage)), default=-1)
     for index, message in enumerate(messages):
         cleared = isinstance(message, SystemMessage) and message.clear_at == "next_user_message"
         if not (cleared and index < last_user):
             for each in _messages_of(message):
-                if not result or not _joins(result[-1][1], each):
-                    result.append((index, each))
-    return result
+                if groups and _are_joined(groups[-1][1][-1], each):
+                    groups[-1][1].append(each)
+                else:
+                    groups.append((index, [each]))
+    return [(index, _joined(group)) for index, group in groups]
 
 
 def _messages_of(message: Message) -> Iterable[TemplateMessage]:
@@ -109,14 +111,21 @@ def _called(block: ToolUseBlock) -> dict[str, Any]:
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
-def _joins(last: TemplateMessage, new: TemplateMessage) -> bool:
-    """Joins a message to the last one if both have the same role. Tool results and instructions are not joined."""
-    if last["role"] != new["role"] or new["role"] not in ("user", "assistant"):
-        return False
+def _are_joined(last: TemplateMessage, new: TemplateMessage) -> bool:
+    """Whether two successive messages are joined: those of one role are, but tool results and instructions are not."""
+    return last["role"] == new["role"] and new["role"] in ("user", "assistant")
+
+
+def _joined(messages: Sequence[TemplateMessage]) -> TemplateMessage:
+    """Messages of one role as one. Each text is copied once, however many there are."""
+    first, *others = messages
+    if not others:
+        return first
+    joined = dict(first)
     for name in _JOINED:
-        texts = [text for text in (last.get(name), new.get(name)) if text]
+        texts = [text for each in messages if (text := each.get(name))]
         if texts:
-            last[name] = "\n".join(texts)
-    if calls := [*last.get("tool_calls", ()), *new.get("tool_calls", ())]:
-        last["tool_calls"] = calls
-    return True
+            joined[name] = "\n".join(texts)
+    if calls := [call for each in messages for call in each.get("tool_calls", ())]:
+        joined["tool_calls"] = calls
+    return joined

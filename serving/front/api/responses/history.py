@@ -21,6 +21,7 @@ def template_messages(instructions: str | None, items: Sequence[Json]) -> tuple[
     history = _History(instructions)
     for item in items:
         history.add(item)
+    history.end_answer()
     return tuple(history.messages)
 
 
@@ -39,6 +40,8 @@ class _History:
         self.messages: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
         self._thoughts: list[str] = []
         """Thoughts that wait for the text or the call after them."""
+        self._texts: list[str] = []
+        """The texts of the last message, if it is an answer that has not ended. They are joined when it ends."""
 
     def add(self, item: Json) -> None:
         match item["type"]:
@@ -59,21 +62,28 @@ class _History:
 
     def say(self, role: str, text: str, **more: str) -> None:
         """Adds a message that is not the model's. Thoughts without text or calls after them are dropped."""
+        self.end_answer()
         self._thoughts = []
         self.messages.append({"role": role, "content": text, **more})
+
+    def end_answer(self) -> None:
+        """Ends the answer that the conversation ends with, if there is one."""
+        if self._texts:
+            self.messages[-1]["content"] = "".join(self._texts)
+            self._texts = []
 
     def _answer(self, text: str) -> None:
         """Adds text of the model. Two texts in a row are two answers, unless there are calls between them."""
         last = self._open_answer()
-        if last is not None and (not last["content"] or "tool_calls" in last):
-            last["content"] += text
-        else:
-            self._begin(text)
+        if last is None or (self._texts and "tool_calls" not in last):
+            self._begin()
+        if text:
+            self._texts.append(text)
 
     def _call(self, item: Json, arguments: str | Json) -> None:
         last = self._open_answer()
         if last is None:
-            last = self._begin("")
+            last = self._begin()
         name = shown_name(item["name"], item.get("namespace"))
         if isinstance(arguments, str):
             function = FunctionCall.model_construct(name=name, arguments=arguments)
@@ -89,8 +99,9 @@ class _History:
         last = self.messages[-1] if self.messages else None
         return None if last is None or last["role"] != ASSISTANT or self._thoughts else last
 
-    def _begin(self, text: str) -> Json:
-        answer: Json = {"role": ASSISTANT, "content": text}
+    def _begin(self) -> Json:
+        self.end_answer()
+        answer: Json = {"role": ASSISTANT, "content": ""}
         if self._thoughts:
             answer["reasoning_content"] = "\n".join(self._thoughts)
             self._thoughts = []
