@@ -17,7 +17,7 @@ from serving.cli.start.environment import Proxy, default_proxy, serve_environmen
 from serving.cli.start.errors import StartError
 from serving.cli.start.operating_system import check_system
 from serving.cli.start.ray_cluster import check_cluster
-from serving.cli.start.readiness import Expected, answers_already, expected_of, say_when_ready
+from serving.cli.start.readiness import Expected, Place, answers_already, expected_of, say_when_ready
 
 ADDRESS_HELP = (
     "host:port of the Ray cluster to serve on. The default is RAY_ADDRESS; without it, the cluster that `ray start`"
@@ -29,6 +29,10 @@ PROXY_HELP = (
 )
 ALLOW_HELP = (
     "Serve also on a Ray cluster that asks for no token. Whoever can reach such a cluster can run code on it."
+)
+
+WHAT_CONFIG_IS = (
+    "CONFIG is a file of settings, such as configs/cluster.yaml; a model is named in it, under model.path"
 )
 
 
@@ -48,20 +52,25 @@ def serve(
     environ = dict(os.environ)  # what the user has set, before it is changed here and by Ray
     with one_line_errors("serve"):
         check_system(sys.platform)
-        expected, taken = _checked(config, began_s, as_json=as_json)
+        expected, places = _checked(config, began_s, as_json=as_json)
         executables = Path(sys.executable).parent
         # Before anything imports Ray, which reads it then.
+        taken = {place.port for place in places}
         os.environ.update(serve_environment(environ, executables, proxy or default_proxy(environ), taken))
-        check_cluster(address, environ, allow_open=allow_no_token)
+        if not check_cluster(address, environ, allow_open=allow_no_token):
+            for (
+                place
+            ) in places:  # on a cluster that is there, this deployment may replace one that listens there
+                place.check_free()
         _say_when_ready(expected)
         serve_main = _serve_main()
     arguments = ["run", *([] if address is None else ["--address", address]), str(config)]
     serve_main(arguments, prog_name="serve")
 
 
-def _checked(config: Path, began_s: float, *, as_json: bool) -> tuple[Expected, set[int]]:
-    """Checks the settings as `python -m serving.settings.config` does. Also returns the ports at which calls are to be
-    taken, by Ray Serve and for operators. Raises StartError."""
+def _checked(config: Path, began_s: float, *, as_json: bool) -> tuple[Expected, list[Place]]:
+    """Checks the settings as `python -m serving.settings.config` does. Also returns where calls are to be taken, by Ray
+    Serve and for operators. Raises StartError."""
     import yaml  # imported here, so that other commands start fast
 
     from serving.settings.config import check_file
@@ -71,11 +80,16 @@ def _checked(config: Path, began_s: float, *, as_json: bool) -> tuple[Expected, 
     try:
         applications = check_file(str(config))
         document = yaml.safe_load(config.read_text(encoding="utf-8"))
-        ports = [read_file(str(config)).http_port, *(each.ingress.operator_port for each in applications)]
         expected = expected_of(document, applications[0], began_s, as_json=as_json)
-        return expected, {port for port in ports if port is not None}
-    except (SettingsError, StartError, OSError, yaml.YAMLError) as error:
+        file, ingresses = read_file(str(config)), [each.ingress for each in applications]
+    except OSError as error:
+        reason = f"{config} cannot be read: {error.strerror}. {WHAT_CONFIG_IS}"
+        raise StartError(reason) from error
+    except (SettingsError, StartError, yaml.YAMLError) as error:
         raise StartError(f"{config}: {error}") from error
+    listens = [("http_options.port", file.http_host, file.http_port)]
+    listens += [("args.ingress.operator_port", each.operator_host, each.operator_port) for each in ingresses]
+    return expected, [Place(setting, host, port) for setting, host, port in listens if port is not None]
 
 
 def _say_when_ready(expected: Expected) -> None:

@@ -20,16 +20,17 @@ CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 FOUND = " The address is RAY_ADDRESS, or was left by the last `ray start` here (`ray stop` takes it back)."
 
 
-def check_cluster(address: str | None, environ: Mapping[str, str], *, allow_open: bool = False) -> None:
-    """Raises StartError if `serve run --address ADDRESS` (None: without `--address`) would not reach a cluster, or,
-    unless `allow_open`, if that cluster asks for no token and other machines reach it."""
-    if environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-        return  # every caller needs a certificate then
+def check_cluster(address: str | None, environ: Mapping[str, str], *, allow_open: bool = False) -> bool:
+    """Whether there is a cluster for `serve run --address ADDRESS` (None: without `--address`); without one it starts
+    one. Raises StartError if it would not reach that cluster, or, unless `allow_open`, if the cluster asks for no token
+    and other machines reach it."""
     cluster = _cluster_at(address)
+    if environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        return cluster is not None  # every caller needs a certificate then
     if cluster is None:
         if not allow_open:
             _refuse_to_start_open(environ)
-        return
+        return False
     try:
         is_open = answers(cluster)
     except StartError as error:
@@ -41,6 +42,7 @@ def check_cluster(address: str | None, environ: Mapping[str, str], *, allow_open
             f"the Ray cluster at {cluster} asks for no token: it runs code of everybody who reaches it. Start it with"
             " tokens (docs/operations.md, 'A cluster of your own'), or serve on it nevertheless with --allow-no-token"
         )
+    return True
 
 
 def answers(address: str, token: str | None = None) -> bool:

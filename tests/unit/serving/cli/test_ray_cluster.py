@@ -106,18 +106,18 @@ def test_that_this_process_has_tokens_on_does_not_close_a_cluster(open_to_all: G
 def test_a_cluster_is_found_as_ray_finds_it(
     open_to_all: GcsServer, left_by_ray_start: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_cluster(None, {})  # no cluster is there: Ray would start one
+    assert not check_cluster(None, {}), "no cluster is there: Ray would start one"
     address = open_to_all.at(OWN)
     left_by_ray_start.write_text(address)
     assert f"the Ray cluster at {address} asks for no token" in why_refused()
     left_by_ray_start.write_text(NOBODY)
     monkeypatch.setenv("RAY_ADDRESS", open_to_all.at(LOOPBACK))
     assert f"the Ray cluster at {address} asks for no token" in why_refused()
-    check_cluster("local", {})  # Ray would start a new one, whatever is there
+    assert not check_cluster("local", {}), "Ray would start a new one, whatever is there"
 
 
 def test_a_cluster_of_the_loopback_alone_needs_no_token(open_here: GcsServer) -> None:
-    check_cluster(open_here.at(MAPPED_LOOPBACK), {})
+    assert check_cluster(open_here.at(MAPPED_LOOPBACK), {})
 
 
 def test_a_cluster_is_taken_that_takes_the_token_here(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from gcs_server import OWN, GcsServer
 from started_kedge import start_kedge
 
 from serving.cli.start.errors import StartError
@@ -115,12 +116,23 @@ def test_a_serve_run_that_ends_leaves_nobody_waiting(tmp_path: Path, port: int) 
     assert (process.returncode, output) == (7, "")
 
 
-def test_where_somebody_answers_already_no_line_would_be_true(tmp_path: Path, port: int) -> None:
+@pytest.fixture
+def cluster() -> Iterator[str]:
+    """The address of a Ray cluster that is there already."""
+    server = GcsServer(OWN)
+    yield server.at(OWN)
+    server.stop()
+
+
+def test_where_somebody_answers_already_no_line_would_be_true(
+    tmp_path: Path, port: int, cluster: str
+) -> None:
     (tmp_path / "before").mkdir()
     (tmp_path / "after").mkdir()
     with serving(tmp_path / "before", port) as before:
         first_line(before)
-        with serving(tmp_path / "after", port, answers=False) as process:
+        there = ("--address", cluster, "--allow-no-token")
+        with serving(tmp_path / "after", port, *there, answers=False) as process:
             output, errors = process.communicate(timeout=WAIT_S)
     assert output == ""
     assert f"http://127.0.0.1:{port} answers already" in errors

@@ -47,11 +47,18 @@ class Kedge:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.executables = directory / "bin"
+        self.config = directory / "free.yaml"
+        self.config.write_text(CONFIG.read_text().replace("port: 8000", "port: 0"))
 
     def serve(
-        self, *options: str, config: Path = CONFIG, serve_run: str | None = SERVE_RUN, **variables: str
+        self,
+        *options: str,
+        config: Path | None = None,
+        serve_run: str | None = SERVE_RUN,
+        **variables: str,
     ) -> Started:
-        process = start_kedge(self.directory, serve_run, [str(config), *options], **variables)
+        """`config`: by default one with a port that is always free."""
+        process = start_kedge(self.directory, serve_run, [str(config or self.config), *options], **variables)
         output, error = process.communicate(timeout=TIMEOUT_S)
         told = json.loads(output) if output else {"arguments": None, "environment": {}}
         return Started(process.returncode, error, told["arguments"], told["environment"])
@@ -79,7 +86,7 @@ def refused(started: Started) -> str:
 
 def test_it_runs_serve_run(kedge: Kedge) -> None:
     started = kedge.serve()
-    assert started.arguments == ["run", str(CONFIG)]
+    assert started.arguments == ["run", str(kedge.config)]
     assert started.status == 7, "the exit status is that of serve run"
     assert started.environment["PATH"].split(os.pathsep)[0] == str(kedge.executables)
     assert started.environment["RAY_SERVE_SESSION_ID_HEADER_KEY"] == "x-ray-session-id"
@@ -100,16 +107,41 @@ def test_bad_settings_are_named_before_ray_is_asked_for(kedge: Kedge, tmp_path: 
     assert f"{config}: args.controller.state_dir: '~nosuchuser/x' leads nowhere" in why
 
 
-@pytest.mark.parametrize(("text", "reason"), [(None, "No such file"), ("a: [", "expected the node content")])
-def test_a_file_that_cannot_be_read_is_named(
-    kedge: Kedge, tmp_path: Path, text: str | None, reason: str
-) -> None:
+def test_a_file_that_is_no_yaml_is_named(kedge: Kedge, tmp_path: Path) -> None:
     config = tmp_path / "other.yaml"
-    if text is not None:
-        config.write_text(text)
+    config.write_text("a: [")
     why = refused(kedge.serve(config=config))
     assert f"{config}: " in why
-    assert reason in why
+    assert "expected the node content" in why
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"), [("Qwen/Qwen3-0.6B", "No such file or directory"), ("/", "Is a directory")]
+)
+def test_a_model_in_place_of_the_settings_is_told_where_models_are_named(
+    kedge: Kedge, config: str, reason: str
+) -> None:
+    """`vllm serve MODEL` takes a model. The answer was only `[Errno 2]`, with the name twice."""
+    why = refused(kedge.serve(config=Path(config)))
+    assert f"{config} cannot be read: {reason}." in why
+    assert why.count(config) == 1 or config == "/"
+    assert "configs/cluster.yaml" in why
+    assert "model.path" in why
+
+
+def test_a_port_where_somebody_listens_is_named(kedge: Kedge, tmp_path: Path) -> None:
+    """After a second `kedge serve` Ray printed hundreds of lines of HAProxy's and its own before it gave up."""
+    config = tmp_path / "cluster.yaml"
+    text = CONFIG.read_text()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config.write_text(text.replace("port: 8000", f"port: {port}"))
+        why = refused(kedge.serve(config=config))
+        assert "http_options.port: another server, maybe an earlier kedge, listens at" in why
+        assert f"127.0.0.1:{port}" in why
+        operators = f"        count: 1\n        operator_port: {port}\n"
+        config.write_text(text.replace("port: 8000", "port: 0").replace("        count: 1\n", operators))
+        assert "args.ingress.operator_port: another server" in refused(kedge.serve(config=config))
 
 
 @pytest.fixture
@@ -205,4 +237,4 @@ def test_an_open_cluster_is_served_on_where_that_is_said(kedge: Kedge, open_to_a
     address = open_to_all.at(OWN)
     assert f"the Ray cluster at {address} asks for no token" in refused(kedge.serve("--address", address))
     started = kedge.serve("--address", address, "--allow-no-token")
-    assert started.arguments == ["run", "--address", address, str(CONFIG)]
+    assert started.arguments == ["run", "--address", address, str(kedge.config)]
