@@ -45,6 +45,7 @@ def server_at(
 ) -> httpx.Client:
     """A client for one server; `timeout` in seconds. `tenant`: whose sessions are meant if the key has no tenant.
     Raises ServerError for a key, a tenant or a `url` that cannot be one."""
+    check_url(url)
     headers = authorization(api_key)
     if tenant is not None:
         headers[TENANT_HEADER] = checked_name(tenant, "--tenant or KEDGE_TENANT")
@@ -56,6 +57,14 @@ def server_at(
         ImportError,
     ) as error:  # the last two: a proxy that httpx cannot use
         raise ServerError(f"{url} cannot be called: {error}") from error
+
+
+def check_url(url: str) -> None:
+    """Raises ServerError for the two slips that would look like a server that is down, or is not Kedge."""
+    if not url.lower().startswith(("http://", "https://")):
+        raise ServerError(f"--url or KEDGE_URL: {url!r} does not begin with http:// or https://")
+    if url.rstrip("/").endswith("/v1"):
+        raise ServerError(f"--url or KEDGE_URL: leave out the /v1 of {url!r}")
 
 
 def _fits_a_header(text: str) -> bool:

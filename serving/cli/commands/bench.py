@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from serving.cli.client.server import first_model, server_at
+from serving.cli.client.server import check_url, first_model, server_at
 from serving.cli.commands.failure import one_line_errors
 from serving.cli.commands.options import DEFAULT_URL, ApiKey, Url
 from serving.cli.load.machine import describe_machine
@@ -77,6 +77,7 @@ def bench(
     """
     console = Console()
     with one_line_errors("bench"):
+        check_url(url)
         _check_writable(json_file)
         settings = LoadSettings(
             url=url.rstrip("/"),

@@ -8,14 +8,13 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 
 from serving.cli.client.server import server_at
 from serving.cli.client.server_facts import ServerFacts, gather_facts, pools_of, state_of
 from serving.cli.commands.failure import one_line_errors
 from serving.cli.commands.options import DEFAULT_URL, ApiKey, AsJson, Url
-from serving.cli.commands.wording import counted, duration, mebibytes
+from serving.cli.commands.wording import counted, duration, mebibytes, size
 
 TIMEOUT_S = 10.0
 PROXIES = {"haproxy": "HAProxy", "ray": "Ray Serve's own proxy"}
@@ -90,10 +89,13 @@ def _table(facts: ServerFacts) -> Table:
         tiers = [_tier(replica["host"]), *([_tier(replica["disk"])] if has_disk else [])]
         cells = [replica["replica_id"], state_of(replica)]
         cells += [f"{replica[name]:,}" for name in ("sessions", "running", "waiting")]
-        for name, pages in pools_of(replica).items():
-            size = decimal(pages["total"] * pages["page_bytes"])
+        pools = pools_of(replica)
+        for name, pages in pools.items():
+            pool = size(pages["total"] * pages["page_bytes"])
+            if len(pools) > 1:
+                pool = f"{name} {pool}"  # alone, "full" would be read as a pool that has no room
             used = 1 - (pages["free"] + pages["cached"]) / max(pages["total"], 1)  # cached: evictable
-            table.add_row(*map(str, cells), f"{name}, {size}", f"{used:.0%}", *tiers)
+            table.add_row(*map(str, cells), pool, f"{used:.0%}", *tiers)
             cells, tiers = [""] * len(cells), [""] * len(tiers)
     return table
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 from serving.cli.commands.printable import printable
-from serving.cli.commands.wording import counted, duration
+from serving.cli.commands.wording import counted, duration, size
 
 OTHER_COLUMNS = 38
 """Width in cells of the table's other columns, without the text."""
@@ -76,7 +75,7 @@ def _about(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "tenant", str(found["tenant"])
     yield "owner", f"{found['replica_id'] or 'none'}, epoch {found['epoch']}"
     yield "history", f"{found['tokens']:,} tokens in {counted(int(found['turns']), 'turn')}"
-    yield "KV", decimal(int(found["size_bytes"]))
+    yield "KV", size(int(found["size_bytes"]))
     yield "idle", "in turn" if found["in_turn"] else duration(float(found["idle_s"]))
 
 

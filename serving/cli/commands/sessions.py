@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import httpx
 import typer
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
@@ -37,7 +36,7 @@ from serving.cli.commands.options import (
     Url,
 )
 from serving.cli.commands.session_history import print_session
-from serving.cli.commands.wording import counted, duration
+from serving.cli.commands.wording import counted, duration, size
 
 TIMEOUT_S = 60.0
 
@@ -210,7 +209,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
             str(row["replica_id"] or "-"),
             str(row["epoch"]),
             f"{row['tokens']:,}",
-            decimal(int(row["size_bytes"])),
+            size(int(row["size_bytes"])),
             str(row["turns"]),
             "in turn" if row["in_turn"] else duration(float(row["idle_s"])),
         ]

@@ -16,6 +16,15 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def size(num_bytes: int) -> str:
+    """Bytes as text, in the units of the settings and of the console."""
+    value, units = float(num_bytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while round(value, 1) >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{num_bytes} bytes" if units[0] == "bytes" else f"{value:,.1f} {units[0]}"
+
+
 def mebibytes(used_bytes: int, budget_bytes: int) -> str:
     """A tier's memory as text; a tier without a budget is off."""
     if not budget_bytes:

@@ -9,12 +9,11 @@ from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.filesize import decimal
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from serving.cli.commands.wording import counted, duration
+from serving.cli.commands.wording import counted, duration, size
 from serving.cli.top.picture import Picture, Rates
 
 
@@ -186,7 +185,7 @@ def _session_table(rows: Sequence[Mapping[str, Any]], total: int) -> Table:
             str(row["replica_id"] or "-"),
             f"{row['epoch']}",
             f"{row['tokens']:,}",
-            decimal(int(row["size_bytes"])),
+            size(int(row["size_bytes"])),
             f"{row['turns']}",
             idle,
         ]

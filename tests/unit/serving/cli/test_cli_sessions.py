@@ -48,7 +48,7 @@ def test_table_names_owner_tokens_bytes_and_idle_time():
         result = sessions(stub)
     assert result.exit_code == 0
     late = next(line for line in result.output.splitlines() if "late" in line)
-    for cell in ("r1", "12,345", "2.5 MB", "7", "2 min 05 s"):
+    for cell in ("r1", "12,345", "2.4 MiB", "7", "2 min 05 s"):
         assert cell in late
     busy = next(line for line in result.output.splitlines() if "busy" in line)
     assert "in turn" in busy

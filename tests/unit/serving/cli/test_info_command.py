@@ -148,9 +148,19 @@ def test_a_whole_cluster_fits_one_screen(cluster: str) -> None:
         assert line in result.output.splitlines()
     assert len(result.output.splitlines()) < 24
     first, second = (line for line in result.output.splitlines() if "25%" in line)
-    assert first.split()[:6] == ["a", "draining", "1,234", "2", "3", "full,"]
-    assert second.split()[0] == "window,"
+    assert first.split()[:8] == ["a", "draining", "1,234", "2", "3", "full", "95.4", "MiB"]
+    assert second.split()[:3] == ["window", "97.7", "KiB"]
     assert json.loads(info(cluster, "--json").output)["proxy"] == "haproxy"
+
+
+@pytest.mark.parametrize("cluster", [WHOLE], indirect=True)
+def test_a_single_pool_is_not_said_to_be_full(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty pool of `size_mib: 256` was shown as `full, 268.4 MB`."""
+    one = {**REPLICA, "window_pages": None, "pages": {**PAGES, "free": 100, "cached": 0}}
+    one["page_size_bytes"] = 256 * 2**20 // PAGES["total"]
+    monkeypatch.setitem(WHOLE["/get_server_info"][1], "replicas", [one])
+    (row,) = (line for line in info(cluster).output.splitlines() if line.startswith("a "))
+    assert row.split()[5:8] == ["256.0", "MiB", "0%"]
 
 
 REFUSED = {"/get_server_info": (403, {"error": {"message": "for operators"}}), "/health": (503, {})}

@@ -163,3 +163,22 @@ def test_what_is_not_text_is_not_sent(command: list[str]) -> None:
     assert result.exit_code == 1
     assert "nothing was sent, because it is not all text" in result.stderr
     assert [line for line in result.stderr.splitlines() if "Traceback" in line] == []
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("127.0.0.1:8000", "'127.0.0.1:8000' does not begin with http:// or https://"),
+        ("localhost:8000", "'localhost:8000' does not begin with http:// or https://"),
+        ("http://127.0.0.1:1/v1/", "leave out the /v1 of 'http://127.0.0.1:1/v1/'"),
+    ],
+)
+@pytest.mark.parametrize("command", [["info"], ["chat"], BENCH])
+def test_an_address_that_is_written_otherwise_is_no_server_that_is_down(
+    command: list[str], url: str, reason: str
+) -> None:
+    """OpenAI's clients take the address with /v1, which got `404: Not Found`. One without http:// was asked whether its
+    server runs."""
+    result = CliRunner().invoke(app, [*command, "--url", url], env={"COLUMNS": "200"})
+    assert result.exit_code == 1
+    assert result.output.strip() == f"kedge {command[0]}: --url or KEDGE_URL: {reason}"
