@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from controllers.errors import ControllerError, NoReplica, SessionNotFound, StoreError
+from controllers.errors import ControllerError, NoReplica, SessionNotFound, SessionTakenOver, StoreError
 from controllers.histogram import Measure
 from controllers.kept_answers import CALL_KEY
 from controllers.records import TREE_KEY, ForkOrder, LedgerEntry, TurnNote
@@ -243,15 +243,23 @@ class ClusterClient:
         return session if (session.tenant, session.session_id) == (tenant, session_id) else None
 
     async def transcript(self, session_id: str, *, tenant: str) -> list[TurnTranscript]:
-        notes: list[TurnNote] = []
         with told_to_clients():
-            # If the session is another cluster's, or its owner is gone, this makes it ours first.
-            await self._controller.resolve(session_id, False, tenant)
-            after = None
-            while page := await self._controller.notes(session_id, tenant, after):
-                notes += page
-                after = page[-1].turn_index
+            try:
+                notes = await self._notes(session_id, tenant)
+            except (SessionNotFound, SessionTakenOver):
+                # It may be another cluster's: this makes it ours. It is not done first, since it is a use of the
+                # session: its idle clock would begin anew at each reading, though its owner's does not.
+                await self._controller.resolve(session_id, False, tenant)
+                notes = await self._notes(session_id, tenant)
         return await asyncio.to_thread(lambda: [transcript_of(note) for note in notes])
+
+    async def _notes(self, session_id: str, tenant: str) -> list[TurnNote]:
+        notes: list[TurnNote] = []
+        after = None
+        while page := await self._controller.notes(session_id, tenant, after):
+            notes += page
+            after = page[-1].turn_index
+        return notes
 
     async def forget_note(self, session_id: str, turn_index: int, *, tenant: str) -> None:
         with told_to_clients():

@@ -164,7 +164,7 @@ def _print_turn(console: Console, conversation: Conversation, text: str) -> None
             show(chunk.text)
     console.print()
     if stream.timing is not None:
-        console.print(_summary(stream.timing), style="dim")
+        console.print(_summary(stream.timing, stream.finish_reason), style="dim")
 
 
 def _print_turn_as_json(_console: Console, conversation: Conversation, text: str) -> None:
@@ -187,7 +187,7 @@ def _print_turn_as_json(_console: Console, conversation: Conversation, text: str
     typer.echo(json.dumps(told))
 
 
-def _summary(timing: TurnTiming) -> str:
+def _summary(timing: TurnTiming, finish_reason: str | None) -> str:
     usage, rate = timing.usage, timing.tokens_per_s
     cached = "?" if usage.cached_tokens is None else str(usage.cached_tokens)
     parts = [
@@ -197,4 +197,6 @@ def _summary(timing: TurnTiming) -> str:
     ]
     if rate is not None:
         parts.append(f"{rate:,.0f} tok/s")
+    if finish_reason == "length":
+        parts.append("cut off")
     return " · ".join(parts)

@@ -276,9 +276,8 @@ def adapter_of(name: str | None, model: ModelInfo) -> str:
     if name is None or name == model.model_id or name in model.aliases:
         return ""
     if name not in model.adapters:
-        raise refusal(
-            f"The model {name[:120]!r} does not exist.", "model", status=404, code="model_not_found"
-        )
+        told = f"The model {name[:120]!r} does not exist. The model here is {model.model_id!r}."
+        raise refusal(told, "model", status=404, code="model_not_found")
     return name
 
 

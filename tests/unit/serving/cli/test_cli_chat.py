@@ -63,7 +63,7 @@ def test_each_turn_ends_with_its_figures():
     with running(Stub()) as stub:
         result = chat(stub, "one two\nthree\n")
     lines = [line for line in result.output.splitlines() if line.startswith("TTFT")]
-    pattern = r"TTFT [\d.]+ ms · {} cached \+ {} new prompt tokens · 4 output tokens · [\d,]+ tok/s"
+    pattern = r"TTFT [\d.]+ ms · {} cached \+ {} new prompt tokens · 4 output tokens · [\d,]+ tok/s · cut off"
     assert re.fullmatch(pattern.format(0, 2), lines[0])
     assert re.fullmatch(pattern.format(6, 1), lines[1])
 

@@ -69,6 +69,7 @@ async def test_an_adapter_is_named_as_the_model(
     refused = await client.post(path, json={"model": "c", **BODIES[path]})
     assert refused.status_code == 404
     assert "'c' does not exist" in refused.text
+    assert f"The model here is {MODEL.model_id!r}" in refused.text, "it names what was expected"
 
 
 @pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/tokenize"])
