@@ -126,6 +126,44 @@ def test_a_request_of_a_tree_offers_nothing_that_would_end_the_tree(
         expect(buttons.get_by_role("button", name=name)).to_be_hidden()
 
 
+def test_an_answer_with_as_many_tokens_as_it_may_have_is_not_called_complete(
+    served: ServedService, console: Open
+) -> None:
+    opened = console(served.address).live()
+    opened.page.get_by_label("Most tokens").fill("3")
+    opened.say("Tell me a story.")
+    expect(opened.page.locator("#chat-said")).to_have_text(
+        "The answer was cut off: it may have no more tokens."
+    )
+    (effect,) = opened.effects()
+    assert effect["answer"] == "3 tokens, cut off"
+
+
+def test_an_event_of_a_session_that_has_ended_says_so(served: ServedService, console: Open) -> None:
+    """Only a screen reader was told: for everybody else a click did nothing."""
+    service = served.service
+    for name in ("gone", "here"):
+        served.run(service.open_session(name, timeout_s=None, capacity_tokens=None, tenant=""))
+    served.run(service.close_session("gone", tenant=""))
+    page = console(served.address).live().page
+    event, said = page.locator("#events"), page.locator("#events-said")
+    event.get_by_role("button", name="gone", exact=True).first.click()
+    expect(said).to_be_visible()
+    expect(said).to_contain_text("Session gone has ended")
+    event.get_by_role("button", name="here", exact=True).first.click()
+    expect(said).to_be_hidden()
+
+
+def test_pages_whose_size_is_not_known_yet_are_not_said_to_be_empty(
+    served: ServedService, console: Open
+) -> None:
+    """A row had 114 pages on the device, and 0 B of KV: owners tell the size after a turn, and pages at once."""
+    page = console(served.address).live().page
+    rows = [{"size_bytes": 0, "kv_pages": pages} for pages in (114, 0, None)]
+    told = page.evaluate("rows => import('/console/dom.js').then(({sizeOfKv}) => rows.map(sizeOfKv))", rows)
+    assert told == ["–", "0 B", "–"]
+
+
 def test_an_event_of_a_request_of_a_tree_leads_to_the_request(served: ServedService, console: Open) -> None:
     """The page said that the session was not among those that were used last."""
     with httpx.Client(base_url=served.address) as client:
@@ -201,6 +239,7 @@ def test_everything_works_by_keyboard(served: ServedService, console: Open) -> N
     session = page.locator("#rows .session-name").first.inner_text()
     for wanted in (
         "Skip to the sessions",
+        "Skip to the chat",
         "key-button",
         "filter",
         session,
@@ -212,11 +251,13 @@ def test_everything_works_by_keyboard(served: ServedService, console: Open) -> N
     page.locator("#rows .session-name").first.focus()
     page.keyboard.press("Enter")
     expect(page.get_by_role("button", name="Fork here, turn 0")).to_be_visible()
-    page.locator("#chat-text").focus()
+    page.get_by_role("link", name="Skip to the chat").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#chat-text")).to_be_focused()
     page.keyboard.type("Two.")
     page.keyboard.press("Control+Enter")
     expect(page.locator("dl.effect")).to_have_count(1)
-    expect(page.locator("#chat-said")).to_have_text("The answer is complete.")
+    expect(page.locator("#chat-said")).to_contain_text("The answer was cut off")
     page.locator("#key-button").focus()
     page.keyboard.press("Enter")
     expect(page.locator("#key")).to_be_focused()
@@ -322,4 +363,5 @@ def test_a_refused_turn_says_why(served: ServedService, console: Open) -> None:
     page.get_by_label("Message").fill("word " * 2000)
     page.get_by_role("button", name="Send").click()
     expect(page.locator("#chat-said")).to_contain_text("512")
+    expect(page.locator("dl.effect")).to_contain_text("512")  # where it stays when the next turn is sent
     expect(page.get_by_role("button", name="Send")).to_be_enabled()

@@ -185,12 +185,17 @@ def _session_table(rows: Sequence[Mapping[str, Any]], total: int) -> Table:
             str(row["replica_id"] or "-"),
             f"{row['epoch']}",
             f"{row['tokens']:,}",
-            size(int(row["size_bytes"])),
+            _size_of_kv(row),
             f"{row['turns']}",
             idle,
         ]
         table.add_row(*cells, *(Text(str(row.get(name) or "")) for name in others))
     return table
+
+
+def _size_of_kv(row: Mapping[str, Any]) -> str:
+    """A session's owner tells the size after a turn: until then pages may be there whose size is not known."""
+    return "-" if not row["size_bytes"] and row.get("kv_pages") else size(int(row["size_bytes"]))
 
 
 def _event_line(event: Mapping[str, Any]) -> Text:

@@ -51,15 +51,16 @@ export class Chat {
     const turn = new Turn(session, tenant, this.rowOf(session, tenant));
     try {
       await this.stream(turn, text, answer);
-      say(this.said, "The answer is complete.");
+      say(this.said, turn.isCutOff ? "The answer was cut off: it may have no more tokens." : "The answer is complete.");
     } catch (error) {
       if (error.wantsKey) this.wantsKey(error);
-      say(this.said, error.name === "AbortError" ? "Stopped: the turn leaves no trace." : error.message);
+      turn.failure = error.name === "AbortError" ? "Stopped: the turn leaves no trace." : error.message;
+      say(this.said, turn.failure);
     } finally {
       this.busy(null);
     }
     turn.show(effect);
-    if (turn.usage) {
+    if (turn.failure === null && turn.usage) {
       await this.settled(turn);
       turn.show(effect);
       this.scroll();
@@ -81,7 +82,8 @@ export class Chat {
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
       if (chunk.usage) turn.usage = chunk.usage;
-      const delta = chunk.choices?.[0]?.delta ?? {};
+      const { delta = {}, finish_reason: reason = null } = chunk.choices?.[0] ?? {};
+      turn.finish = reason ?? turn.finish;
       const piece = (delta.reasoning_content ?? "") + (delta.content ?? "");
       if (piece) {
         if (turn.firstS === null) say(this.said, "Answering.");
@@ -90,6 +92,7 @@ export class Chat {
         this.scroll();
       }
     }
+    if (turn.finish === null) throw new Error("The stream ended before the answer did.");
     turn.endS = turn.passedS();
   }
 
@@ -125,9 +128,15 @@ class Turn {
     this.before = before ?? null;
     this.after = null;
     this.usage = null;
+    this.finish = null;
+    this.failure = null;
     this.startMs = performance.now();
     this.firstS = null;
     this.endS = null;
+  }
+
+  get isCutOff() {
+    return this.finish === "length";
   }
 
   passedS() {
@@ -141,13 +150,14 @@ class Turn {
   }
 
   facts() {
+    if (this.failure !== null) return [["failed", this.failure]];
     const facts = [];
     if (this.usage) {
       const { prompt_tokens: prompt, completion_tokens: output } = this.usage;
       const cached = this.usage.prompt_tokens_details?.cached_tokens ?? 0;
       facts.push(["prompt", plural(prompt, "token")]);
       facts.push(["cached", `${count(cached)} (${share(cached, prompt)})`]);
-      facts.push(["answer", plural(output, "token")]);
+      facts.push(["answer", plural(output, "token") + (this.isCutOff ? ", cut off" : "")]);
     }
     if (this.firstS !== null) facts.push(["first token", span(this.firstS)]);
     if (this.endS !== null) facts.push(["in all", span(this.endS)]);

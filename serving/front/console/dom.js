@@ -35,6 +35,9 @@ export function bytes(number) {
   return `${unit === 0 || number >= 100 ? Math.round(number) : number.toFixed(1)} ${units[unit]}`;
 }
 
+// A session's KV. Its owner tells the size after a turn: until then pages may be there whose size is not known.
+export const sizeOfKv = (row) => (row.size_bytes || row.kv_pages === 0 ? bytes(row.size_bytes) : "–");
+
 export function span(seconds) {
   if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
   if (seconds < 10) return `${seconds.toFixed(1)} s`;

@@ -1,7 +1,7 @@
 // One session: what was said in it, and what can be done with it: fork, rewind, close.
 
 import { sessionPath } from "./api.js";
-import { byId, bytes, count, el, plural, say } from "./dom.js";
+import { byId, count, el, plural, say, sizeOfKv } from "./dom.js";
 
 const GONE = "This session has ended, or was not used for long.";
 
@@ -46,7 +46,7 @@ export class History {
     const pages = row.kv_pages === null ? "" : `, ${plural(row.kv_pages, "page")}`;
     say(
       byId("history-facts"),
-      `${plural(row.turns, "turn")}, ${plural(row.tokens, "token")}; KV ${bytes(row.size_bytes)}${pages}, ` +
+      `${plural(row.turns, "turn")}, ${plural(row.tokens, "token")}; KV ${sizeOfKv(row)}${pages}, ` +
         `tier ${row.tier ?? "unknown"}; replica ${row.replica_id ?? "–"}, epoch ${row.epoch}`,
     );
     if (grown) this.load();

@@ -123,8 +123,9 @@ class Console {
 
   chooseById(id, tenant, rid) {
     const row = this.rowOf(id, tenant, rid);
+    byId("events-said").hidden = Boolean(row);
     if (row) this.choose(row);
-    else say(byId("announce"), `Session ${id} is not among those that were used last.`);
+    else say(byId("events-said"), `Session ${id} has ended, or was not used for long.`);
   }
 
   chatIn(id, tenant) {

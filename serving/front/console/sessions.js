@@ -1,6 +1,6 @@
 // The sessions that were used last: sorted, filtered, one chosen.
 
-import { byId, bytes, count, el, say, span } from "./dom.js";
+import { byId, count, el, say, sizeOfKv, span } from "./dom.js";
 
 const COLUMNS = [
   { key: "session_id", name: "Session", text: (row) => row.session_id + (row.rid === null ? "" : ` · ${row.rid}`) },
@@ -10,7 +10,7 @@ const COLUMNS = [
   { key: "tier", name: "Tier", text: (row) => row.tier ?? "–" },
   { key: "tokens", name: "Tokens", text: (row) => count(row.tokens), number: true },
   { key: "kv_pages", name: "Pages", text: (row) => count(row.kv_pages), number: true },
-  { key: "size_bytes", name: "KV", text: (row) => bytes(row.size_bytes), number: true },
+  { key: "size_bytes", name: "KV", text: sizeOfKv, number: true },
   { key: "turns", name: "Turns", text: (row) => count(row.turns), number: true },
   { key: "idle_s", name: "Idle", text: (row) => (row.in_turn ? "in a turn" : span(row.idle_s)), number: true },
 ];

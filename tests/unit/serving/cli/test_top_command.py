@@ -259,3 +259,11 @@ def test_events_are_read_as_servers_send_them(lines: list[str], events: list[tup
 def test_what_is_no_event_is_refused(data: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         list(events_in([f"data: {data}", ""]))
+
+
+def test_pages_whose_size_is_not_known_yet_are_not_nothing() -> None:
+    """A session in a turn had 0 bytes of KV, though its pages were there: its owner tells the size after the turn."""
+    rows = [session(f"s{pages}", size_bytes=0, kv_pages=pages) for pages in (114, 0)]
+    lines = drawn(picture_of(state(AT_S, [replica("a", 1)], rows)))
+    sizes = {line.split()[0]: line.split()[4] for line in lines if line.startswith("s")}
+    assert sizes == {"s114": "-", "s0": "0"}
