@@ -49,7 +49,7 @@ def serve_environment(
 ) -> dict[str, str]:
     """The environment of `serve run`: `environ` with what Kedge needs, and with the folder `executables` first on PATH.
     HAProxy gets none of the ports `taken`, at which others are going to listen. A variable of Ray Serve's that is
-    already set is kept. Raises StartError."""
+    already set is kept. Raises StartError, also if it sets one of those ports."""
     paths = [str(executables), *filter(None, [environ.get("PATH")])]
     wanted = {
         # Ray's sticky sessions use the header of this name, so it must not be Kedge's.
@@ -64,7 +64,7 @@ def serve_environment(
             "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(LEAVING_S),
         }
-        wanted |= {name: str(_free_port(port, taken)) for name, port in PORTS.items() if name not in environ}
+        wanted |= _ports(environ, taken)
         wanted |= _files(own_folder(TEMPORARY))
     return wanted | dict(environ) | chosen
 
@@ -92,6 +92,19 @@ def own_folder(parent: Path) -> Path:
     if state.st_uid != os.getuid() or state.st_mode & 0o022:
         raise StartError(f"{folder}, for HAProxy's files, belongs to others, or they may write there")
     return folder
+
+
+def _ports(environ: Mapping[str, str], taken: Collection[int]) -> dict[str, str]:
+    """Ports for those of PORTS that `environ` does not set. All are different. Raises StartError if one that it sets is
+    another's: both would listen there, and each would have some of the calls."""
+    users = dict.fromkeys(map(str, taken), "the configuration file")
+    for name in PORTS:
+        if (port := environ.get(name)) is None:
+            continue
+        if (user := users.setdefault(port, name)) != name:
+            raise StartError(f"{name} is {port}, which is also a port of {user}")
+    used = {int(port) for port in users if port.isdecimal()}
+    return {name: str(_free_port(port, used)) for name, port in PORTS.items() if name not in environ}
 
 
 def _free_port(wanted: int, taken: Collection[int]) -> int:

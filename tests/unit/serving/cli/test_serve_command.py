@@ -214,6 +214,23 @@ def test_haproxy_gets_none_of_the_files_ports(kedge: Kedge, tmp_path: Path) -> N
         assert PORTS[name] <= port < PORTS[name] + environment.PORTS_TO_TRY
 
 
+@pytest.mark.usefixtures("haproxy")
+def test_a_port_that_is_set_by_hand_is_nobody_elses(kedge: Kedge, tmp_path: Path) -> None:
+    """The start went on. Two listened at one port then, and each had some of the calls."""
+    config = tmp_path / "cluster.yaml"
+    config.write_text(CONFIG.read_text().replace("count: 1\n", "count: 1\n        operator_port: 9000\n", 1))
+    stats, metrics, fallback = "HAPROXY_STATS_PORT", "HAPROXY_METRICS_PORT", "FALLBACK_PROXY_HTTP_PORT"
+    for name in (stats, metrics, fallback):
+        for port in ("8000", "9000"):
+            why = refused(kedge.serve(config=config, **{f"RAY_SERVE_{name}": port}))
+            assert f"RAY_SERVE_{name} is {port}, which is also a port of the configuration file" in why
+    why = refused(kedge.serve(**{f"RAY_SERVE_{metrics}": "9300", f"RAY_SERVE_{stats}": "9300"}))
+    assert "is 9300, which is also a port of RAY_SERVE_" in why
+    started = kedge.serve(**{f"RAY_SERVE_{stats}": "8500"})
+    assert int(started.environment[f"RAY_SERVE_{fallback}"]) > 8500
+    assert kedge.serve("--proxy", "ray", **{f"RAY_SERVE_{stats}": "8000"}).arguments is not None
+
+
 def test_haproxys_files_are_not_put_where_others_write(tmp_path: Path) -> None:
     folder = environment.own_folder(tmp_path)
     assert environment.own_folder(tmp_path) == folder
