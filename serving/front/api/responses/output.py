@@ -15,6 +15,7 @@ from serving.front.api.responses.items import Json, response_scope
 from serving.front.api.responses.reasoning import encoded_thought
 from serving.front.api.responses.tools import OfferedTool, OfferedTools
 from serving.text.answer_pieces import Thought
+from serving.text.tool_calls.json_extent import JsonExtent
 
 Event = dict[str, Any]
 Status = Literal["completed", "incomplete"]
@@ -70,11 +71,6 @@ class OutputItems:
         if not self.items:
             yield from self._in("message", None, None) if self._open is None else ()
         yield from self.end(status)
-
-    def end_call(self, status: Status) -> Iterator[Event]:
-        """Ends the item that is open, if it is a call."""
-        if self._told is not None and self._told[0] == "call":
-            yield from self.end(status)
 
     def end(self, status: Status) -> Iterator[Event]:
         """Ends the item that is open, if one is."""
@@ -177,20 +173,36 @@ class _TextItem:
         return {"logprobs": new}
 
 
+class _Arguments:
+    """The arguments of a call, a JSON object. A call without its end is incomplete, whatever follows it."""
+
+    def __init__(self) -> None:
+        self._extent = JsonExtent()
+        self._have_ended = False
+
+    def push(self, piece: str) -> None:
+        self._have_ended = self._have_ended or self._extent.end(piece) is not None
+
+    def status(self, status: Status) -> Status:
+        return status if self._have_ended else "incomplete"
+
+
 class _FunctionCall:
     def __init__(self, item_id: str, index: int, delta: CallDelta, offered: OfferedTool | None) -> None:
         self.item: Json = _call("function_call", item_id, delta, offered) | {"arguments": ""}
         self._place = {"item_id": item_id, "output_index": index}
+        self._arguments = _Arguments()
 
     def begin(self) -> Iterator[Event]:
         return iter(())
 
     def push(self, piece: str) -> Iterator[Event]:
+        self._arguments.push(piece)
         self.item["arguments"] += piece
         yield {"type": "response.function_call_arguments.delta", **self._place, "delta": piece}
 
     def end(self, status: Status) -> Iterator[Event]:
-        self.item["status"] = status
+        self.item["status"] = self._arguments.status(status)
         yield {
             "type": "response.function_call_arguments.done",
             **self._place,
@@ -203,17 +215,19 @@ class _CustomCall:
     def __init__(self, item_id: str, index: int, delta: CallDelta, offered: OfferedTool) -> None:
         self.item: Json = _call("custom_tool_call", item_id, delta, offered) | {"input": ""}
         self._place = {"item_id": item_id, "output_index": index}
+        self._arguments = _Arguments()
         self._input = CustomInput()
 
     def begin(self) -> Iterator[Event]:
         return iter(())
 
     def push(self, piece: str) -> Iterator[Event]:
+        self._arguments.push(piece)
         yield from self._tell(self._input.push(piece))
 
     def end(self, status: Status) -> Iterator[Event]:
         yield from self._tell(self._input.flush())
-        self.item["status"] = status
+        self.item["status"] = self._arguments.status(status)
         yield {"type": "response.custom_tool_call_input.done", **self._place, "input": self.item["input"]}
 
     def _tell(self, text: str) -> Iterator[Event]:

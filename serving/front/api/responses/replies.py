@@ -81,8 +81,6 @@ class ResponseReader:
             return events
         if finish.reason == "abort":
             return [*events, *self._items.end(_status_of(finish))]
-        if self._reader.is_broken_off:
-            events += self._items.end_call("incomplete")
         return [*events, *self._items.end_answer(_status_of(finish))]
 
     def response(self, output: TurnEvent | TurnResult) -> Json | None:

@@ -9,11 +9,12 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from msgspec.structs import replace
 
 from serving.front.http import create_http_app
 from serving.wire.turns import TurnFinish
 from tests.unit.serving.front.test_tool_answers import TOOL, WEATHER, TellingService
-from tests.unit.serving.local_service import http_server
+from tests.unit.serving.local_service import MODEL, http_server
 
 BROKEN_OFF = WEATHER.partition("rn")[0]
 ARGUMENTS = '{"city": "Be'
@@ -87,6 +88,26 @@ async def test_an_item_of_a_response_is_incomplete() -> None:
     assert [item.status for item in whole.output] == done == expected
     assert whole.output[-1].arguments == ARGUMENTS
     assert whole.status == events[-1].response.status == "completed"
+
+
+@pytest.mark.parametrize("kind", ["function", "custom"])
+async def test_an_item_of_a_call_is_incomplete_whatever_follows_it(kind: str) -> None:
+    """GPT-OSS can end a message within a call, and say more. The call used to be completed then."""
+    calls = [
+        f"<|channel|>commentary to=functions.get_weather <|message|>{arguments}<|call|><|start|>assistant"
+        for arguments in ('{"input": "Bern"}', '{"input": "Be')
+    ]
+    service = TellingService(*calls, "<|channel|>final<|message|>I do not know.")
+    service.model = replace(MODEL, tool_calls="gpt_oss", reasoning="gpt_oss")
+    offered = {"type": "custom", "name": "get_weather"} if kind == "custom" else RESPONSES["tools"][0]
+    async with http_server(create_http_app(lambda: service)) as url, openai_client(url) as client:
+        response = await client.responses.create(**RESPONSES | {"tools": [offered]})
+        stream = await client.responses.create(**RESPONSES | {"tools": [offered]}, stream=True)
+        done = [each.item async for each in stream if each.type == "response.output_item.done"]
+    said = [(item.type, item.status) for item in response.output]
+    call = "function_call" if kind == "function" else "custom_tool_call"
+    assert said == [(item.type, item.status) for item in done]
+    assert said == [(call, "completed"), (call, "incomplete"), ("message", "completed")]
 
 
 async def test_a_whole_call_is_still_to_be_run() -> None:
