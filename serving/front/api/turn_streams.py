@@ -154,7 +154,7 @@ async def open_turns(service: RunsTurns, plan: TurnPlan) -> AsyncIterator[AsyncI
 
     If a turn fails, its ServiceError is raised and the other turns end. Leaving the context aborts what still runs.
     """
-    with _in_the_words_of(plan):
+    with in_the_words_of(plan):
         if len(plan.calls) == 1:
             async with service.run(plan.calls[0]) as events:
                 yield _until_finished(events)
@@ -179,7 +179,8 @@ async def collect(service: RunsTurns, plan: TurnPlan) -> list[TurnResult]:
 
 
 @contextmanager
-def _in_the_words_of(plan: TurnPlan) -> Iterator[None]:
+def in_the_words_of(plan: TurnPlan) -> Iterator[None]:
+    """Errors that are raised within name what the client knows, see TurnPlan."""
     try:
         yield
     except ServiceError as error:

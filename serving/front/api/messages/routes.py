@@ -21,7 +21,7 @@ from serving.front.api.fields import (
 )
 from serving.front.api.messages.history import message_of
 from serving.front.api.messages.replies import MessageReply, blocks_of, no_edits, stop_of, usage_of
-from serving.front.api.messages.schema import CountTokensBody, MessagesBody
+from serving.front.api.messages.schema import CountTokensBody, MessagesBody, PromptBody
 from serving.front.api.messages.stream import MessageEncoder
 from serving.front.api.messages.tools import tools_in_use
 from serving.front.api.reply_json import json_reply, reply_json
@@ -34,7 +34,14 @@ from serving.front.api.session_headers import (
 )
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
-from serving.front.api.turn_streams import TurnPlan, TurnResult, beside_streams, collect, until_disconnect
+from serving.front.api.turn_streams import (
+    TurnPlan,
+    TurnResult,
+    beside_streams,
+    collect,
+    in_the_words_of,
+    until_disconnect,
+)
 from serving.wire.turns import ModelInfo, SessionTurn, TurnCall, TurnFinish
 
 REQUEST_ID = "request-id"
@@ -87,7 +94,8 @@ async def count_tokens(
     check_no_session(x_session_id, x_session_mode, x_session_turn)
     adapter_of(body.model, service.model)
     prompt = body.prompt(tools_in_use(body.tools, body.tool_choice, service.model))
-    tokenized = await service.tokenize(prompt, add_special_tokens=True, with_token_strs=False)
+    with in_the_words_of(TurnPlan((), {}, partial(_name_of_message, body))):
+        tokenized = await service.tokenize(prompt, add_special_tokens=True, with_token_strs=False)
     return {"input_tokens": len(tokenized.token_ids)}
 
 
@@ -117,7 +125,7 @@ def _plan(
     return TurnPlan([call], field_names("messages", held), partial(_name_of_message, body))
 
 
-def _name_of_message(body: MessagesBody, index: int) -> str:
+def _name_of_message(body: PromptBody, index: int) -> str:
     """The part of the request that the prompt's message of this index comes from."""
     at = message_of(index, body.system, body.messages)
     return "system" if at is None else f"messages[{at}]"

@@ -14,9 +14,11 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from serving.front.api.errors import refusal
+from serving.front.api.responses.history import item_of
 from serving.front.api.responses.items import Json, canonical_items
 from serving.front.api.responses.reasoning import thought
 from serving.front.api.responses.replies import ResponseHead
@@ -37,6 +39,8 @@ from serving.front.api.turn_streams import beside_streams
 from serving.wire.turns import ModelInfo, ServiceError, SessionTurn
 
 _PREVIOUS = "previous_response_id"
+NAMES_OF_INPUT = MappingProxyType({"messages": "input", "prompt": "input"})
+"""What clients call the fields that errors of the prompt name."""
 NOT_COMPARED: Json = {"id": None, "status": None}
 """The fields of an item that its client need not send as they were."""
 
@@ -69,6 +73,17 @@ class Continued:
     def needs_its_place(self) -> bool:
         """Whether another turn, made at the same time, can take its place."""
         return self.end_len > 0
+
+    def name_of_message(self, body: ResponsesBody, said: Sequence[Json], index: int) -> str:
+        """The part of the request that the prompt's message of this index comes from."""
+        at = item_of(index, body.instructions, said)
+        if at is None:
+            return "instructions"
+        if at >= len(self.items):
+            at += self.num_repeated - len(self.items)
+        elif at >= self.num_repeated:
+            return "input"  # it was said before, and the request only refers to it
+        return "input" if isinstance(body.input, str) else f"input[{at}]"
 
     def apart(self, response_id: str) -> Continued:
         """The same in a separate session, which begins with everything that was said."""

@@ -6,13 +6,14 @@ from functools import partial
 from typing import Any
 
 from serving.front.api.fields import Service, Tenant, adapter_of
+from serving.front.api.responses.continuations import NAMES_OF_INPUT, Continued
 from serving.front.api.responses.conversation_log import said_before
 from serving.front.api.responses.history import template_messages
 from serving.front.api.responses.items import Json, canonical_items
 from serving.front.api.responses.schema import ResponsesBody, check_state
 from serving.front.api.responses.tools import offered_tools
 from serving.front.api.session_headers import ModeHeader, SessionHeader, TurnHeader, check_no_session
-from serving.front.api.turn_streams import beside_streams
+from serving.front.api.turn_streams import TurnPlan, beside_streams, in_the_words_of
 from serving.wire.turns import ChatPrompt, ModelInfo
 
 
@@ -31,15 +32,16 @@ async def count_input_tokens(
     check_state(body)
     before = await said_before(service, body, tenant)
     make_prompt = partial(_prompt, body, before, service.model)
-    prompt = await beside_streams(make_prompt, len(before) + len(body.input))
-    tokenized = await service.tokenize(prompt, add_special_tokens=True, with_token_strs=False)
+    said, prompt = await beside_streams(make_prompt, len(before) + len(body.input))
+    name_of_message = partial(Continued(None, tuple(before)).name_of_message, body, said)
+    with in_the_words_of(TurnPlan((), NAMES_OF_INPUT, name_of_message)):
+        tokenized = await service.tokenize(prompt, add_special_tokens=True, with_token_strs=False)
     return {"object": "response.input_tokens", "input_tokens": len(tokenized.token_ids)}
 
 
-def _prompt(body: ResponsesBody, before: list[Json], model: ModelInfo) -> ChatPrompt:
+def _prompt(body: ResponsesBody, before: list[Json], model: ModelInfo) -> tuple[list[Json], ChatPrompt]:
+    """All that is said in the prompt, and the prompt."""
+    said = [*before, *canonical_items(body.input, "")]
     use = offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls, model).use
-    return ChatPrompt(
-        template_messages(body.instructions, [*before, *canonical_items(body.input, "")]),
-        body.template_kwargs,
-        () if use is None else use.for_template(),
-    )
+    messages = template_messages(body.instructions, said)
+    return said, ChatPrompt(messages, body.template_kwargs, () if use is None else use.for_template())

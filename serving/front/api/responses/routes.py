@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -26,9 +26,9 @@ from serving.front.api.fields import (
 from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import json_reply, reply_json
 from serving.front.api.responses.background import Background, FollowedTurn, cancel, look_up
-from serving.front.api.responses.continuations import Continued, begun
+from serving.front.api.responses.continuations import NAMES_OF_INPUT, Continued, begun
 from serving.front.api.responses.conversation_log import begin_response, keep_items
-from serving.front.api.responses.history import item_of, template_messages
+from serving.front.api.responses.history import template_messages
 from serving.front.api.responses.input_tokens import count_input_tokens
 from serving.front.api.responses.item_pages import Included, ItemOrder, PageSize, PreviousItem, item_page
 from serving.front.api.responses.items import Json, canonical_items
@@ -153,7 +153,7 @@ async def asked_response(
         _plan, body, tools, held_to, model, response_id, said, turn, tenant, priority, affinity_key
     )
     plan = await beside_streams(make_plan, len(items))
-    plan = dataclasses.replace(plan, message_name=partial(_name_of_message, body, before, said))
+    plan = dataclasses.replace(plan, message_name=partial(before.name_of_message, body, said))
     (call,) = plan.calls
     named_by = calls_named_by(response_id) if named is None else call
     reader = ResponseReader(
@@ -164,18 +164,6 @@ async def asked_response(
         top_logprobs=body.top_logprobs or 0,
     )
     return AskedResponse(head, said, plan, ResponseTurns(service, before, turn_after), reader)
-
-
-def _name_of_message(body: ResponsesBody, before: Continued, said: Sequence[Json], index: int) -> str:
-    """The part of the request that the prompt's message of this index comes from."""
-    at = item_of(index, body.instructions, said)
-    if at is None:
-        return "instructions"
-    if at >= len(before.items):
-        at += before.num_repeated - len(before.items)
-    elif at >= before.num_repeated:
-        return "input"  # it was said before, and the request only refers to it
-    return "input" if isinstance(body.input, str) else f"input[{at}]"
 
 
 def _is_parted(tools: OfferedTools, model: ModelInfo, constraint: OutputConstraint | None) -> bool:
@@ -217,7 +205,7 @@ def _plan(
         adapter=adapter_of(body.model, model),
         **held_to,
     )
-    names = field_names("input", body.held(), "max_output_tokens") | {"messages": "input"}
+    names = field_names("input", body.held(), "max_output_tokens") | NAMES_OF_INPUT
     if body.is_stored:
         names["session_id"] = "previous_response_id"
     return TurnPlan([call], names)
