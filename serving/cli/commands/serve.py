@@ -58,9 +58,8 @@ def serve(
         taken = {place.port for place in places}
         os.environ.update(serve_environment(environ, executables, proxy or default_proxy(environ), taken))
         if not check_cluster(address, environ, allow_open=allow_no_token):
-            for (
-                place
-            ) in places:  # on a cluster that is there, this deployment may replace one that listens there
+            # On a cluster that is there, this deployment may replace one that listens.
+            for place in places:
                 place.check_free()
         _say_when_ready(expected)
         serve_main = _serve_main()
