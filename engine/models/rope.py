@@ -56,7 +56,11 @@ def parse_rope(config: Mapping[str, Any], context_len: int) -> RopeSpec:
     theta = positive_number(parameters, "rope_theta", positive_number(config, "rope_theta", 10_000.0))
     if kind == "default":
         return RopeSpec(theta)
-    original_len = int(positive_number(parameters, "original_max_position_embeddings", context_len, least=1))
+    length = "original_max_position_embeddings"
+    outer_len = positive_number(
+        config, length, 0, least=1
+    )  # goes first where there is one, as in transformers
+    original_len = int(outer_len or positive_number(parameters, length, context_len, least=1))
     factor = positive_number(parameters, "factor", context_len / original_len if kind == "yarn" else 1.0)
     if kind == "yarn" and theta <= 1:
         raise UnsupportedModel(f"config.json: rope_theta must be above 1 for yarn, not {theta:g}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -43,6 +44,22 @@ def test_yarn_is_read_as_transformers_reads_it(changes: dict[str, Any], head_dim
     spec = parse_rope(config, 131_072)
     assert torch.equal(rotary_frequencies(spec, head_dim), frequencies_C)
     assert spec.attention_factor == attention_factor
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+@pytest.mark.parametrize("inner", [{}, {"original_max_position_embeddings": 4096}])
+def test_the_original_length_may_stand_beside_the_scaling(kind: str, inner: dict[str, int]) -> None:
+    """transformers takes that one first."""
+    scaling = {"rope_type": kind, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | inner
+    config = {
+        "max_position_embeddings": 131_072,
+        "original_max_position_embeddings": 512,
+        "rope_parameters": scaling | {"rope_theta": 10_000.0},
+    }
+    theirs = transformers.LlamaConfig(**copy.deepcopy(config), head_dim=64)
+    frequencies_C, _ = ROPE_INIT_FUNCTIONS[kind](theirs, torch.device("cpu"))
+    spec = parse_rope(config, 131_072)
+    assert torch.equal(rotary_frequencies(spec, 64), frequencies_C)
 
 
 def test_without_scaling_its_keys_are_not_read() -> None:
