@@ -223,8 +223,8 @@ class ReplicaDrain:
     async def _try_to_order(self) -> None:
         try:
             await self.order()
-        except ControllerError as error:
-            logger.info("the sessions stay in the log: %s", error)
+        except Exception as error:  # of whatever kind: the turns must end first
+            logger.info("the sessions stay in the log: %r", error)
 
     def _may_go(self, status: SessionStatus, hand_overs: HandOvers) -> bool:
         if status.in_turn or status.closing or self._host.is_busy(status.session_id):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from enum import Enum, auto
 
-from controllers.errors import ControllerError, StaleEpoch
+from controllers.errors import StaleEpoch
 from controllers.session_keys import id_in, tenant_in
 from serving.logs.audit_log import audit_event
 from serving.wire.controller_calls import ControllerCalls
@@ -49,7 +49,7 @@ class SessionOffers:
                 moved = await self._controller.offer_session(session_id, epoch, self._replica_id)
         except StaleEpoch:  # an earlier try of this call moved it
             moved = True
-        except (ControllerError, TimeoutError) as error:
+        except Exception as error:  # typed, in transport, or in the controller itself
             logger.warning("session %s: not offered to others: %r", session_id, error)
             # until the controller says so again, so that no other turn waits in vain
             self._crowded[self._controller.shard_of(session_id)] = False

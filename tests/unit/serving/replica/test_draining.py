@@ -145,16 +145,20 @@ async def three(served: Failover, monkeypatch: pytest.MonkeyPatch) -> Failover:
     return served
 
 
-@pytest.mark.parametrize("failure", [None, StoreError("away"), SessionNotFound("not in the ledger")])
+@pytest.mark.parametrize(
+    "failure", [None, StoreError("away"), SessionNotFound("not in the ledger"), RuntimeError("a bug")]
+)
 async def test_a_session_that_cannot_be_offered_keeps_no_other(
     three: Failover, failure: Exception | None
 ) -> None:
-    """It used to end each round of the hand-over, and the next one began with it again."""
+    """It used to end each round of the hand-over, and the next one began with it again. After an error that is not
+    typed it also took no turn any more."""
     unanswered, rig = Unanswered(three, failure), three.rigs[0]
     for _ in range(2):
         await rig.drain.hand_over()
     assert [owner(three, name)[0] for name in "stu"] == ["a", "b", "b"]
     assert unanswered.offered == ["s", "t", "u", "s"]
+    assert not any(status.in_turn for status in rig.sessions.snapshot())
     assert rig.drain.hands_over, "it may be answered yet"
     unanswered.mended = True
     await rig.drain.hand_over()

@@ -272,11 +272,13 @@ class TestStates:
         await asyncio.wait_for(served.rigs[0].drain.retire(0.05), WAIT_S)
         assert owners(served) == "aaa"
 
+    @pytest.mark.parametrize("failure", [NoReplica("none is heard yet"), RuntimeError("a bug")])
     async def test_an_order_that_was_refused_is_tried_again_at_the_end(
-        self, up: Failover, clock: ManualClock
+        self, up: Failover, clock: ManualClock, failure: Exception
     ) -> None:
+        """After an error that is not typed the replica used to stop at once, with all of its turns."""
         a = up.rigs[0].drain
-        up.controller.failures["drain_replica"] = [NoReplica("none is heard yet")]
+        up.controller.failures["drain_replica"] = [failure]
         a.answered()
         retiring = asyncio.create_task(a.retire(WAIT_S))
         await until(lambda: not up.controller.failures["drain_replica"])
