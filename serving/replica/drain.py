@@ -59,9 +59,10 @@ class HandOvers:
         self._tokens_per_s = tokens_per_s
         self._next_s = clock()
         self._until_s = self._next_s + within_s
+        self._going = ""  # the last session that might go
         self._unanswered: set[str] = set()
         self.no_taker = False
-        """Whether no replica took the last session that was offered."""
+        """Whether no replica took the last session between two turns."""
         self.ended = False
 
     def in_order(self, held: list[SessionStatus]) -> list[str]:
@@ -71,21 +72,20 @@ class HandOvers:
         in_order = sorted(held, key=lambda each: (each.session_id in self._unanswered, -each.idle_s))
         return [status.session_id for status in in_order]
 
-    def may_go(self, tokens: int) -> bool:
+    def may_go(self, session_id: str, tokens: int) -> bool:
         """Whether a session in use, with `tokens` tokens of history, may go now. If so, the caller must offer it."""
         now_s = self._clock()
         if now_s >= self._until_s:
             return True
         if now_s < self._next_s:
             return False
-        self._next_s = now_s + tokens / self._tokens_per_s
+        self._next_s, self._going = now_s + tokens / self._tokens_per_s, session_id
         return True
 
     def told(self, session_id: str, offered: Offered) -> None:
-        """Notes what came of an offer. If no replica took the session, the next one may be offered at once."""
-        if offered is not Offered.MOVED:
+        """Notes what came of an offer. If a session that might go stayed, the next one may go at once."""
+        if offered is not Offered.MOVED and session_id == self._going:
             self._next_s = self._clock()
-        self.no_taker = offered is Offered.NO_TAKER
         if offered is Offered.NO_ANSWER:
             self._unanswered.add(session_id)
         else:
@@ -166,7 +166,7 @@ class ReplicaDrain:
         if self._hand_overs is None:
             offers = self._offers.asked_for(session_id)
         else:
-            offers = self._hand_overs.may_go(self._sessions.committed_len(session_id))
+            offers = self._hand_overs.may_go(session_id, self._sessions.committed_len(session_id))
         if offers and await self._offer(session_id, epoch) is Offered.MOVED:
             raise SessionMoved(f"{named(session_id)} has moved to another replica")
 
@@ -185,11 +185,12 @@ class ReplicaDrain:
             if status is None or shard in silent or not self._may_go(status, self._hand_overs):
                 continue
             handing_over = self._tasks.start(self._hand_over(session_id, status.epoch))
-            match await self._host.handed_over(session_id, handing_over):
-                case Offered.NO_TAKER:
-                    return  # no replica takes the others either
-                case Offered.NO_ANSWER:
-                    silent.add(shard)
+            offered = await self._host.handed_over(session_id, handing_over)
+            self._hand_overs.no_taker = offered is Offered.NO_TAKER
+            if offered is Offered.NO_TAKER:
+                return  # no replica takes the others either
+            if offered is Offered.NO_ANSWER:
+                silent.add(shard)
 
     def answered(self) -> None:
         """To be called when a turn has been answered."""
@@ -229,7 +230,7 @@ class ReplicaDrain:
     def _may_go(self, status: SessionStatus, hand_overs: HandOvers) -> bool:
         if status.in_turn or status.closing or self._host.is_busy(status.session_id):
             return False
-        return status.idle_s >= IN_USE_S or hand_overs.may_go(status.tokens)
+        return status.idle_s >= IN_USE_S or hand_overs.may_go(status.session_id, status.tokens)
 
     async def _hand_over(self, session_id: str, epoch: int) -> Offered | None:
         """None if the session now has a turn, or has ended. A fork of length 0 keeps turns away meanwhile."""

@@ -175,25 +175,29 @@ class TestHandOvers:
     def test_the_next_may_go_when_the_history_of_the_last_is_computed(
         self, hand_overs: HandOvers, clock: ManualClock
     ) -> None:
-        assert hand_overs.may_go(20)
+        assert hand_overs.may_go("x", 20)
         hand_overs.told("x", Offered.MOVED)
         clock.advance(1.9)
-        assert not hand_overs.may_go(10)
+        assert not hand_overs.may_go("z", 10)
         clock.advance(0.1)
-        assert hand_overs.may_go(10)
+        assert hand_overs.may_go("z", 10)
 
     @pytest.mark.parametrize("offered", [Offered.NO_TAKER, Offered.NO_ANSWER])
     def test_one_that_stays_costs_nothing(self, hand_overs: HandOvers, offered: Offered) -> None:
-        assert hand_overs.may_go(20)
+        assert hand_overs.may_go("x", 20)
         hand_overs.told("x", offered)
-        assert hand_overs.may_go(10)
+        assert hand_overs.may_go("z", 10)
 
-    def test_whether_anybody_takes_them_is_what_the_last_offer_said(self, hand_overs: HandOvers) -> None:
-        told = []
-        for offered in (Offered.NO_TAKER, Offered.NO_ANSWER, Offered.NO_TAKER, Offered.MOVED):
-            hand_overs.told("x", offered)
-            told.append(hand_overs.no_taker)
-        assert told == [True, False, True, False]
+    def test_one_that_nobody_uses_and_that_stays_changes_no_pace(
+        self, hand_overs: HandOvers, clock: ManualClock
+    ) -> None:
+        """Where a shard was silent, each offer of its idle sessions let the next session of another shard go."""
+        assert hand_overs.may_go("x", 20)
+        hand_overs.told("x", Offered.MOVED)
+        hand_overs.told("idle", Offered.NO_ANSWER)
+        assert not hand_overs.may_go("z", 10)
+        clock.advance(2.0)
+        assert hand_overs.may_go("z", 10)
 
 
 class TestStates:
@@ -267,6 +271,23 @@ class TestStates:
         await a.hand_over()
         await asyncio.wait_for(a.retire(3600.0), WAIT_S)
         assert owners(served) == "aaa"
+
+    async def test_whether_anybody_takes_them_is_what_the_last_round_found(
+        self, served: Failover, clock: ManualClock
+    ) -> None:
+        a = served.rigs[0].drain
+        clock.advance(DRAIN_WITHIN_S)
+        served.cluster.report_unreachable("b", True)
+        await a.hand_over()
+        assert not a.hands_over
+        served.controller.failures["offer_session"] = [StoreError("away")]
+        await a.hand_over()
+        assert a.hands_over, "it is not known"
+        await a.hand_over()
+        assert not a.hands_over
+        served.cluster.register_replica(served.rigs[1].heartbeats.status())
+        await a.hand_over()
+        assert (a.hands_over, a.emptied) == (False, True)
 
     async def test_the_end_is_not_prepared_for_longer_than_there_is_time(self, served: Failover) -> None:
         await asyncio.wait_for(served.rigs[0].drain.retire(0.05), WAIT_S)
