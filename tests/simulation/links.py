@@ -1,4 +1,5 @@
-"""The connections between front ends and replicas, as ZeroMQ gives them: in order until they break, then opened again.
+"""The connections of front ends to replicas, and of replicas to the controller, as ZeroMQ gives them: in order until
+they break, then opened again.
 
 When a connection breaks, messages on their way are lost. So are those that an end sends before it learns of the break.
 """
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from random import Random
 
-from controllers.records import ReplicaAddress
+from controllers.records import ReplicaAddress, SocketAddress
 from serving.wire.connections import ConnectionEvents
 from serving.wire.peer_sockets import Peer, TakeFrame
 from tests.simulation.network import Network, Party
@@ -191,6 +192,20 @@ class SimulatedConnection:
         )
 
 
+class SimulatedConnections:
+    """What opens connections of one party (ConnectionFactory)."""
+
+    def __init__(self, links: Links, party: Party) -> None:
+        self._links = links
+        self._party = party
+
+    def open(self, address: SocketAddress, events: ConnectionEvents) -> SimulatedConnection:
+        return self._links.connect(self._party, address, events)
+
+    def close(self) -> None:
+        """Each connection is closed by itself."""
+
+
 class Links:
     """All connections."""
 
@@ -202,9 +217,9 @@ class Links:
         self.wires: list[Wire] = []
         self._names = (b"%d" % number for number in itertools.count())
 
-    def connect(self, party: Party, address: ReplicaAddress, events: ConnectionEvents) -> SimulatedConnection:
-        """A new connection from a front end to the replica at that address."""
-        return SimulatedConnection(self, party, self.listeners[address.actor], events, next(self._names))
+    def connect(self, party: Party, address: SocketAddress, events: ConnectionEvents) -> SimulatedConnection:
+        """A new connection from this party to the one that listens at that address."""
+        return SimulatedConnection(self, party, self.listeners[address.node_id], events, next(self._names))
 
     async def has_died(self, address: ReplicaAddress) -> bool:
         """Whether the replica has died, as far as Ray knows."""

@@ -37,6 +37,9 @@ from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_runner import TurnRunner
 from serving.wire.calls import RewindSession
 from serving.wire.channel import Channel
+from serving.wire.commit_messages import encode_held
+from serving.wire.commit_server import CommitServer
+from serving.wire.peer_sockets import Peer
 from serving.wire.turns import ResumedTurn, TurnCall
 from tests.simulation.detector_mutations import DETECTOR_MUTATIONS
 from tests.simulation.epoch_mutations import EPOCH_MUTATIONS
@@ -274,6 +277,16 @@ def _rewinds_are_told_early() -> Patches:
     return [patch.object(EmptyTurns, "rewind", rewind)]
 
 
+def _connections_say_held() -> Patches:
+    """Over its connection the controller says of all turns that the log holds them, also of those that it refused."""
+
+    async def answer(self: CommitServer, peer: Peer, header: bytes, records: Sequence[TurnRecord]) -> None:
+        await self._commit(records)
+        self._sockets.send(peer, header, encode_held([True] * len(records)))
+
+    return [patch.object(CommitServer, "_answer", answer)]
+
+
 def _epochs_begin_anew() -> Patches:
     """A session that is opened under the name of a closed one begins at the first epoch."""
     return [patch.object(controllers.sqlite_store, "_epoch_floor", lambda _: 0)]
@@ -304,6 +317,7 @@ MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyType(
         "a commit gives up at its first error (point 2)": _commits_give_up,
         "a commit without an answer counts as made": _commits_are_believed,
         "nobody looks at who commits": _ledger_fences_nothing,
+        "a refused commit is told as held over the connection": _connections_say_held,
         "the log takes an old turn for a repetition": _log_fences_nothing,
         "turns of a session overlap": _turns_overlap,
         "rewinds are told before the log has them": _rewinds_are_told_early,

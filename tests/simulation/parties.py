@@ -10,6 +10,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from controllers.commit_groups import Write
 from controllers.errors import StoreError
 from engine.api import Engine
 from engine.settings import ModelSettings
@@ -18,11 +19,13 @@ from serving.replica.place import ReplicaPlace
 from serving.replica.replica import LLMReplica
 from serving.settings.config import AppArgs
 from serving.text.text import TextProcessor
+from serving.wire.commit_client import CommitClient
+from serving.wire.commit_server import CommitServer
 from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, ControllerCalls
 from serving.wire.shard_calls import ShardCalls
 from tests.simulation.engine_loop import EngineFactory
 from tests.simulation.health import HealthChecks
-from tests.simulation.links import Links, SimulatedListener
+from tests.simulation.links import Links, SimulatedConnections, SimulatedListener
 from tests.simulation.logs import Log
 from tests.simulation.loop import World
 from tests.simulation.network import Network, Party
@@ -103,6 +106,7 @@ class Cluster:
                     self.args.cluster_settings(),
                     self.args.controller.log_settings(),
                     "cluster",
+                    partial(self._serve_commits, party),
                     open_log=lambda _log, name, _clock: self._log.open(party, name),
                     clock=party.unix_s,
                     timer=self.world.clock,
@@ -172,6 +176,7 @@ class Cluster:
         if party is not None:
             self.serve.controller_is(None)
             party.die()
+            self.links.party_died(party)
             self.world.after(self.random.uniform(*STARTS_S), self.start_controller)
 
     def crash_replica(self, party: Party) -> None:
@@ -233,7 +238,15 @@ class Cluster:
     def _controller_calls(self, party: Party) -> ControllerCalls:
         connect: Callable[[], Any] = lambda: ControllerHandle(self.serve, party)  # noqa: E731
         deployment = self.args.deployment("first")
-        return ControllerCalls([ShardCalls(connect, timeout_s=CONTROLLER_TIMEOUT_S, deployment=deployment)])
+        calls = ShardCalls(connect, timeout_s=CONTROLLER_TIMEOUT_S, deployment=deployment)
+        calls._connection = CommitClient(calls._commit_address, party.name)
+        calls._connection._connections = SimulatedConnections(self.links, party)
+        return ControllerCalls([calls])
+
+    def _serve_commits(self, party: Party, commit: Write) -> CommitServer:
+        server = CommitServer(commit, "", party.name)
+        server._sockets = SimulatedListener(self.links, party)
+        return server
 
     def _party(self, kind: str) -> Party:
         self._count += 1
