@@ -41,7 +41,7 @@ from controllers.records import (
 from controllers.replicas import ReplicaDirectory, ReplicaState
 from controllers.session_claims import SessionClaims
 from controllers.session_ends import SessionEnds
-from controllers.session_keys import named, new_session_id, session_key
+from controllers.session_keys import named, session_key
 from controllers.session_notes import SessionNotes
 from controllers.session_openings import SessionOpenings
 from controllers.session_reports import ReportReader
@@ -178,20 +178,19 @@ class Cluster:
 
     def open_session(
         self,
-        session_id: str | None,
+        session_id: str,
         tenant: str,
         timeout_s: float | None,
         capacity_tokens: int | None,
         open_key: str | None = None,
         preferred: str | None = None,
     ) -> Assignment:
-        """Opens a session and places it, at the `preferred` replica if its load allows. With `session_id` None the
-        controller picks the id.
+        """Opens a session and places it, at the `preferred` replica if its load allows.
 
         Repeating an open with the same `open_key` returns the same assignment.
         Raises SessionExists, NoReplica, InvalidTimeout and Overloaded.
         """
-        key = session_key(tenant, session_id or new_session_id())
+        key = session_key(tenant, session_id)
         if self._claims.still_held(key):
             entry = self._ledger.get(key)
             if open_key is None or entry.open_key != open_key:

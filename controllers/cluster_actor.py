@@ -129,7 +129,7 @@ class ClusterController:
 
     async def open_session(
         self,
-        session_id: str | None = None,
+        session_id: str,
         tenant: str = "",
         timeout_s: float | None = None,
         capacity_tokens: int | None = None,

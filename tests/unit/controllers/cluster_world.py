@@ -67,5 +67,5 @@ class World:
         return self._held.beat(self.cluster, ReplicaStatus(replica_id, free_tokens, 1000), *held)
 
 
-def open_session(world: World, session_id: str | None = "s", tenant: str = "") -> Assignment:
+def open_session(world: World, session_id: str = "s", tenant: str = "") -> Assignment:
     return world.cluster.open_session(session_id, tenant, None, None)

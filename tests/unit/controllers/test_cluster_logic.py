@@ -37,13 +37,6 @@ def test_most_free_kv_wins(world: World) -> None:
     assert {open_session(world, f"s{index}").replica_id for index in range(5)} == {"a"}
 
 
-def test_opens_without_an_id_get_one(world: World) -> None:
-    first, second = open_session(world, None), open_session(world, None)
-    assert first.session_id != second.session_id
-    assert len(first.session_id) >= 20
-    assert (first.epoch, first.fresh) == (1, True)
-
-
 def test_duplicates_are_refused_but_not_retries(world: World) -> None:
     first = world.cluster.open_session("s", "", None, None, open_key="k")
     retried = world.cluster.open_session("s", "", None, None, open_key="k")
