@@ -97,9 +97,9 @@ class SessionClaims:
         return False
 
     def refresh(self, expires_at_s: Callable[[LedgerEntry], float], now_s: float) -> list[str]:
-        """Drops sessions that other clusters took. Claims sessions that are past their timeout and in no ledger, and
-        returns these: the caller must end them. Their cluster is gone; or it is this one, and the answer to their
-        opening was lost, or a failover of Redis lost changes of them."""
+        """Drops sessions that other clusters took. Claims sessions that are past their timeout and in no ledger. Those
+        of clusters that are gone are returned: the caller must end them. Those of this cluster, of which the answer to
+        the opening was lost, or a failover of Redis lost changes, end as all others in the ledger."""
         with self._stats.timed("changes"):
             changes = self._store.changes()
         for session_id, epoch in changes.taken:
@@ -112,14 +112,15 @@ class SessionClaims:
         ]
 
     def _claim_unused(self, found: LedgerEntry) -> bool:
-        """Claims a session that is in no ledger. False if it was used since it was read: it then stays open."""
+        """Claims a session. False if it is this cluster's, or was used since it was read: it is then one of the
+        ledger."""
         if found.session_id in self._ledger:
             return False
         try:
             entry = self.claim(found.session_id, found.replica_id)
         except SessionNotFound:
             return False
-        return entry.epoch <= found.epoch + 1 and entry.turns == found.turns
+        return (entry.epoch, entry.turns) == (found.epoch + 1, found.turns)
 
     def _find(self, session_id: str) -> LedgerEntry:
         with self._stats.timed("find"):

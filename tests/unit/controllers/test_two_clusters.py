@@ -311,6 +311,8 @@ def test_one_that_is_not_repeated_ends_as_any_other(upgrade: Upgrade) -> None:
     assert upgrade.old.cluster.expire_idle() == ["s"]
     with pytest.raises(SessionNotFound):
         upgrade.old.store.find("s")
+    told = upgrade.old.cluster.watch.view(None, 0).events
+    assert [event.kind for event in told if event.session_id == "s"] == ["taken_over", "closed"]
 
 
 def test_a_fork_whose_answer_was_lost_is_repeated(upgrade: Upgrade) -> None:
