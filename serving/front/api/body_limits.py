@@ -53,22 +53,26 @@ class BodyLimits:
 
         Iterate to check piece by piece: a piece takes a fraction of a millisecond.
         """
-        count = ValueCount(self)
-        for start in range(0, len(text), PIECE_BYTES):
-            count.add(text[start : start + PIECE_BYTES])
-            yield
+        yield from ValueCount(self).counted(text)
 
 
 class ValueCount:
-    """Counts the values in the pieces of one body."""
+    """Counts the values of one body, or of several texts together."""
 
     def __init__(self, limits: BodyLimits) -> None:
         self._limits = limits
         self._cut_escape = b""
         self._quotes = self._containers = self._separators = self._bare_bytes = 0
 
-    def add(self, piece: bytes) -> None:
-        """Counts the next piece. Raises HTTPException if there is too much."""
+    def counted(self, text: bytes) -> Iterator[None]:
+        """Counts a whole text, piece by piece. Raises HTTPException if there is too much."""
+        for start in range(0, len(text), PIECE_BYTES):
+            self._add(text[start : start + PIECE_BYTES])
+            yield
+        self._quotes += self._quotes % 2  # a text that is no JSON may end within a string
+        self._cut_escape = b""
+
+    def _add(self, piece: bytes) -> None:
         bare = (self._cut_escape + piece).replace(b"\\\\", b"")
         # The character that it escapes is in the next piece.
         self._cut_escape = b"\\" if bare.endswith(b"\\") else b""

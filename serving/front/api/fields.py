@@ -250,6 +250,7 @@ def schema_constraint(schema: JsonSchema, param: str) -> OutputConstraint:
 def schema_of(schema: JsonSchema | str, param: str) -> JsonSchema:
     """A schema that is given as an object or as text. Raises ServiceError."""
     if isinstance(schema, str):
+        check_grammar_len(schema, param)  # before it is parsed: nobody has counted its values
         try:
             schema = from_json(schema, allow_inf_nan=False)
         except ValueError as error:

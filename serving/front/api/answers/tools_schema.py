@@ -6,18 +6,23 @@ A custom tool takes plain text. It is shown to the model as a function whose one
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, UnsetType
 from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag
 from pydantic_core import from_json
 
+from serving.front.api.body_limits import BodyLimits, ValueCount
 from serving.front.api.fields import JsonSchema, NonEmptyText
 from serving.front.api.reply_json import Reply
 from serving.front.api.strict_json import StrictBody, large_integer_in
 
 MAX_TOOLS = 512
 MAX_TOOL_CALLS = 256
+ARGUMENTS = BodyLimits(values=100_000)
+"""For the arguments of all calls that a body has."""
+
 CUSTOM_ARGUMENT = "input"
 CUSTOM_PARAMETERS = {
     "type": "object",
@@ -179,6 +184,20 @@ ToolChoice = Annotated[
 ]
 
 
+def _may_be_object(arguments: str) -> bool:
+    """Whether arguments are parsed: no others are an object. No arguments are an empty one."""
+    return arguments.lstrip(" \t\r\n")[:1] in ("", "{")
+
+
+def check_arguments(of_calls: Iterable[str]) -> None:
+    """Raises HTTPException if the arguments of a body's calls have too many values together. They are parsed for the
+    template; to the count of the body's values they are strings."""
+    count = ValueCount(ARGUMENTS)
+    for arguments in filter(_may_be_object, of_calls):
+        for _ in count.counted(arguments.encode()):
+            pass
+
+
 class FunctionCall(StrictBody):
     name: NonEmptyText
     arguments: str
@@ -198,7 +217,7 @@ class ToolCall(StrictBody):
         JSON, as in a call that was cut off, or that have an integer of more than 64 bits, stay text."""
         arguments = self.function.arguments
         try:
-            parsed = from_json(arguments or "{}")
+            parsed = from_json(arguments or "{}") if _may_be_object(arguments) else None
         except ValueError:
             parsed = None
         is_object = isinstance(parsed, dict) and large_integer_in(parsed) is None

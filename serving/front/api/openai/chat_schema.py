@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, UnsetType
 from pydantic import (
+    AfterValidator,
     Discriminator,
     Field,
     StringConstraints,
@@ -15,7 +16,14 @@ from pydantic import (
     model_validator,
 )
 
-from serving.front.api.answers.tools_schema import CallDelta, ToolCalls, ToolChoice, Tools
+from serving.front.api.answers.tools_schema import (
+    CallDelta,
+    ToolCall,
+    ToolCalls,
+    ToolChoice,
+    Tools,
+    check_arguments,
+)
 from serving.front.api.fields import Count, NonEmptyText, OtherKind, TopLogprobs
 from serving.front.api.openai.replies import StopDetails, Usage
 from serving.front.api.openai.requests import OpenAiBody
@@ -131,6 +139,17 @@ class Message(StrictBody):
         return message
 
 
+def _few_values_in_calls(messages: list[Message]) -> list[Message]:
+    calls = (call for message in messages for call in message.tool_calls or ())
+    check_arguments(call.function.arguments for call in calls if isinstance(call, ToolCall))
+    return messages
+
+
+Messages = Annotated[
+    list[Message],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    AfterValidator(_few_values_in_calls),
+]
 ChatTemplateText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEMPLATE_CHARS)]
 
 
@@ -138,7 +157,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class ChatBody(OpenAiBody):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None

@@ -18,7 +18,7 @@ from serving.front.api.fields import (
     one_or_many,
     one_or_many_lists,
 )
-from serving.front.api.openai.chat_schema import MAX_MESSAGES, Message
+from serving.front.api.openai.chat_schema import Messages
 from serving.front.api.shared_fields import TemplateKwargs
 from serving.front.api.strict_json import NotSupported, StrictBody, StrictJsonRoute
 from serving.wire.turns import ChatPrompt, TextPrompt
@@ -42,9 +42,7 @@ class TokenizeBody(StrictBody):
 
     model: str | None = None
     prompt: Texts | None = None
-    messages: (
-        Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None
-    ) = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     tools: Tools | None = None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 from uuid import uuid4
 
 from fastapi import APIRouter
-from pydantic import Field
 
 from serving.front.api.fields import Service, Tenant
 from serving.front.api.responses.conversation_log import (
@@ -19,13 +18,13 @@ from serving.front.api.responses.conversation_log import (
     read_conversation,
 )
 from serving.front.api.responses.item_pages import Included, ItemOrder, PageSize, PreviousItem, item_page
-from serving.front.api.responses.items import MAX_ITEMS, Item, Items, Json, canonical_items
+from serving.front.api.responses.items import AnyItems, Items, Json, canonical_items
 from serving.front.api.shared_fields import Metadata
 from serving.front.api.strict_json import StrictBody, StrictJsonRoute
 
 
 class NewConversation(StrictBody):
-    items: Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
+    items: AnyItems | None = None
     metadata: Metadata | None = None
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
 
+from serving.front.api.answers.tools_schema import check_arguments
 from serving.front.api.fields import DirectCaller, NonEmptyText, OtherKind, refused_kind
 from serving.front.api.strict_json import NotSupported, StrictBody
 
@@ -252,10 +253,23 @@ Item = Annotated[
     | Annotated[OtherKind, Tag("<other>")],
     Discriminator(_item_kind),
 ]
-Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
-_AnyItems = Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)]
+
+
+def _few_values_in_calls(items: list[Any]) -> list[Any]:
+    check_arguments(item.arguments for item in items if isinstance(item, FunctionCallItem))
+    return items
+
+
+AnyItems = Annotated[
+    list[Item], Field(max_length=MAX_ITEMS, fail_fast=True), AfterValidator(_few_values_in_calls)
+]
+Items = Annotated[
+    list[Item],
+    Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True),
+    AfterValidator(_few_values_in_calls),
+]
 Input = Annotated[
-    Annotated[NonEmptyText, Tag("<text>")] | Annotated[_AnyItems, Tag("<parts>")],
+    Annotated[NonEmptyText, Tag("<text>")] | Annotated[AnyItems, Tag("<parts>")],
     Discriminator(_text_or_parts),
 ]
 

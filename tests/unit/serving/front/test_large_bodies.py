@@ -193,3 +193,46 @@ async def test_a_large_body_is_checked_on_a_thread_and_means_what_a_small_one_do
     assert answers[0] == answers[1]
     assert len(threads) == 1
     assert threads[0] is not threading.main_thread()
+
+
+MANY_LISTS = json.dumps({"a": [[]] * 20_000})
+"""Arguments of a call. Those of two calls are too many together."""
+
+
+def chat_calls(*arguments: str) -> dict[str, Any]:
+    functions = ({"name": "f", "arguments": each} for each in arguments)
+    calls = [{"id": "c", "type": "function", "function": function} for function in functions]
+    said = {"role": "assistant", "content": None, "tool_calls": calls}
+    return {"messages": [HELLO, said, {"role": "tool", "tool_call_id": "c", "content": "x"}]}
+
+
+def call_items(*arguments: str) -> list[dict[str, Any]]:
+    called = {"type": "function_call", "call_id": "c", "name": "f"}
+    outputs = {"type": "function_call_output", "call_id": "c", "output": "x"}
+    return [*(called | {"arguments": each} for each in arguments), outputs]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize", "/v1/responses", "/v1/conversations"])
+async def test_values_in_the_arguments_of_calls_are_counted_together(
+    client: httpx.AsyncClient, path: str
+) -> None:
+    def body(*arguments: str) -> dict[str, Any]:
+        match path:
+            case "/v1/responses":
+                return {"input": call_items(*arguments), "max_output_tokens": 1}
+            case "/v1/conversations":
+                return {"items": call_items(*arguments)}
+        return chat_calls(*arguments) | ({"max_tokens": 1} if path == CHAT else {})
+
+    assert (await client.post(path, json=body(MANY_LISTS))).status_code == 200
+    refused = await client.post(path, json=body(MANY_LISTS, MANY_LISTS))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "request_entity_too_large")
+    hidden = await client.post(path, json=body('{"', MANY_LISTS, MANY_LISTS))
+    assert hidden.status_code == 413, "a text that ends within a string hides nothing of the next one"
+    assert (await client.post(path, json=body("[" * 100_000))).status_code == 200, "no object is not parsed"
+
+
+async def test_a_schema_as_a_text_is_measured_before_it_is_parsed(client: httpx.AsyncClient) -> None:
+    """It is no JSON, which only the parser would notice."""
+    reply = await client.post(CHAT, json={"messages": [HELLO], "guided_json": "[" * 70_000})
+    assert "at most 65536" in reply.json()["error"]["message"]
