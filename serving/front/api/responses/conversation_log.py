@@ -84,30 +84,34 @@ class Conversation:
             "metadata": dict(self.metadata),
         }
 
-    def take(self, change: Json) -> None:
+    def take(self, changes: Iterable[Json]) -> None:
         """Applies the next of its notes, see `change_conversation`."""
-        self.created_at = change.get("created_at", self.created_at)
-        self.metadata = change.get("metadata", self.metadata)
-        for response_id, items in change.get("learned", {}).items():
-            self._learn(response_id, items)
-        if "items" in change:
-            self.entries.append(_Entry(change["items"]))
-        if "response" in change:
-            self.entries.append(_Entry(None, change["response"], change["begun_s"]))
-        if "deleted" in change:
-            for entry in self.entries:
-                if entry.items is not None:
-                    entry.items = [item for item in entry.items if item["id"] != change["deleted"]]
+        unknown = {entry.response_id: entry for entry in self.unknown()}
+        for change in changes:
+            self._take(change, unknown)
         self.entries = [entry for entry in self.entries if entry.items != []]
 
     def unknown(self) -> list[_Entry]:
         """Entries of responses whose items are not known yet."""
         return [entry for entry in self.entries if entry.items is None]
 
-    def _learn(self, response_id: str, items: list[Json]) -> None:
-        for entry in self.unknown():
-            if entry.response_id == response_id:
+    def _take(self, change: Json, unknown: dict[str | None, _Entry]) -> None:
+        """`unknown`: the entries of responses whose items are not known yet, by response id."""
+        self.created_at = change.get("created_at", self.created_at)
+        self.metadata = change.get("metadata", self.metadata)
+        for response_id, items in change.get("learned", {}).items():
+            if (entry := unknown.pop(response_id, None)) is not None:
                 entry.items = items
+        if "items" in change:
+            self.entries.append(_Entry(change["items"]))
+        if "response" in change:
+            entry = _Entry(None, change["response"], change["begun_s"])
+            self.entries.append(entry)
+            unknown[entry.response_id] = entry
+        if "deleted" in change:
+            for entry in self.entries:
+                if entry.items is not None:
+                    entry.items = [item for item in entry.items if item["id"] != change["deleted"]]
 
 
 async def open_conversation(
@@ -120,7 +124,7 @@ async def open_conversation(
     session_id = f"{CONVERSATION}{scope}"
     await service.open_session(session_id, timeout_s=None, capacity_tokens=None, tenant=tenant)
     await service.keep_note(session_id, json.dumps(change).encode(), expected_turn=0, tenant=tenant)
-    conversation.take(change)
+    conversation.take([change])
     return conversation
 
 
@@ -130,8 +134,8 @@ async def read_conversation(
     """The conversation as it is now. `param` is the field that names it. Raises ServiceError (404)."""
     turns = await _changes_of(service, conversation_id, tenant, param)
     conversation = Conversation(conversation_id, num_turns=turns[-1].turn_index + 1)
-    for turn in turns:
-        conversation.take(json.loads(turn.said.note))
+    # A long conversation takes long: other tasks go on meanwhile.
+    await asyncio.to_thread(conversation.take, (json.loads(turn.said.note) for turn in turns))
     entries = conversation.unknown()
     for entry, items in zip(
         entries, await asyncio.gather(*(_said_in(service, each, tenant) for each in entries)), strict=True
@@ -139,7 +143,7 @@ async def read_conversation(
         if items is not None:
             assert entry.response_id is not None
             conversation.learned[entry.response_id] = items
-    conversation.take({"learned": conversation.learned})
+    conversation.take([{"learned": conversation.learned}])
     return conversation
 
 
@@ -168,7 +172,7 @@ async def change_conversation(
                 raise
             await asyncio.sleep(PAUSE_S)
         else:
-            conversation.take(change)
+            conversation.take([change])
             return conversation
     raise refusal(
         f"{param}: others change conversation {conversation_id!r} all the time.",
