@@ -32,4 +32,7 @@ def find_model(path: str, revision: str | None = None) -> Path:
         )
     except Exception as error:
         at = "" if revision is None else f" at {revision}"
-        raise ModelNotFound(f"{path}{at}: not a directory, and not fetched from the hub: {error}") from error
+        told = f"{path}{at}: not a directory, and not fetched from the hub: {error or type(error).__name__}"
+        raise ModelNotFound(
+            told
+        ) from None  # Ray Serve prints what it came from: 150 lines of HTTP, at each try

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 
 import huggingface_hub
@@ -41,6 +42,24 @@ def test_a_revision_that_is_not_there_is_named(cache: Path) -> None:
     with pytest.raises(ModelNotFound, match="org/name at v3: not a directory"):
         find_model("org/name", "v3")
     assert cache.is_dir()
+
+
+def test_a_model_that_cannot_be_fetched_is_told_in_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Serve prints the whole chain of errors at each of its tries: the reason stood below 150 lines of HTTP."""
+
+    def fails(*_: object, **__: object) -> str:
+        try:
+            raise OSError("Name or service not known")
+        except OSError as error:
+            raise RuntimeError("no connection") from error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fails)
+    with pytest.raises(ModelNotFound) as caught:
+        find_model("org/name")
+    told = "".join(traceback.format_exception(caught.value))
+    assert "org/name: not a directory, and not fetched from the hub: no connection" in told
+    assert "direct cause" not in told
+    assert "During handling" not in told
 
 
 def test_files_below_the_top_folder_are_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
