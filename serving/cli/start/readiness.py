@@ -62,9 +62,11 @@ class Place:
 def expected_of(document: Mapping[str, Any], args: Any, began_s: float, *, as_json: bool) -> Expected:
     """Reads it from a config file and the settings of its first application. Raises StartError."""
     http = document.get("http_options") or {}
-    port = http.get("port", DEFAULT_PORT) if isinstance(http, Mapping) else None
+    if not isinstance(http, Mapping):
+        raise StartError("http_options: a mapping was expected")
+    port = http.get("port", DEFAULT_PORT)
     if not isinstance(port, int):
-        raise StartError("http_options: a mapping was expected, and its port is a number")
+        raise StartError(f"http_options.port: a number was expected, not {port!r}")
     prefix = str(document["applications"][0].get("route_prefix") or "/").rstrip("/")
     url = _url(str(http.get("host") or ""), port) + prefix
     ingress, replicas = args.ingress, args.replicas

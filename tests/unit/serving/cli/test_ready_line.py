@@ -163,9 +163,15 @@ def test_what_is_expected(http, prefix, args, url: str, operators_url: str, repl
     assert (expected.model, expected.replicas) == ("chat", replicas)
 
 
-@pytest.mark.parametrize("http", [{"port": "80"}, [80]])
-def test_other_http_options_are_named(http) -> None:
-    with pytest.raises(StartError, match="http_options"):
+@pytest.mark.parametrize(
+    ("http", "said"),
+    [
+        ({"port": "80"}, "http_options.port: a number was expected, not '80'"),
+        ([80], "http_options: a mapping was expected"),
+    ],
+)
+def test_other_http_options_are_named(http, said: str) -> None:
+    with pytest.raises(StartError, match=said):
         expected_of({"http_options": http, "applications": [{}]}, parse_args(ARGS), 0.0, as_json=False)
 
 
