@@ -26,7 +26,7 @@ from measure import machine
 from rich.console import Console
 from rich.table import Table
 
-from serving.cli.client.stream import Usage
+from serving.cli.client.stream import TokenCounts
 from serving.cli.load.prompts import PromptSource
 from tests.cluster.served_cluster import ROOT, Edit, ServedCluster, eventually
 
@@ -75,7 +75,7 @@ class Share:
     last: int
 
     @classmethod
-    def of(cls, conversations: Sequence[Sequence[Usage]]) -> Share:
+    def of(cls, conversations: Sequence[Sequence[TokenCounts]]) -> Share:
         said_before = cached = last = 0
         for usages in conversations:
             for before, usage in pairwise(usages):
@@ -96,11 +96,11 @@ class Share:
         return (self.said_before - self.cached - self.last) / self.last
 
 
-async def converse(url: str, way: Way, load: Load, seed: int) -> list[list[Usage]]:
+async def converse(url: str, way: Way, load: Load, seed: int) -> list[list[TokenCounts]]:
     """Runs all conversations at the same time; returns what the server counted, by turn."""
     prompts = PromptSource(seed, VOCAB_SIZE)
 
-    async def one(number: int) -> list[Usage]:
+    async def one(number: int) -> list[TokenCounts]:
         speaker = Speaker(client, url, way, number)
         samples = [
             await speaker.say(prompts.words(number, turn, load.words), load.max_tokens)

@@ -23,7 +23,7 @@ from controllers.records import TREE_KEY, ForkOrder, LedgerEntry, TurnNote
 from controllers.session_keys import id_in, session_key
 from serving.background import BackgroundTasks
 from serving.front.api.service import WatchedItem
-from serving.front.cluster_watch import ClusterWatch
+from serving.front.cluster_watch import SharedWatch
 from serving.front.known_places import KnownPlaces
 from serving.front.ownership_cache import Owner
 from serving.front.refusals import LOG_AWAY
@@ -115,7 +115,7 @@ class ClusterClient:
         source = ClusterSource(
             replicas, controller, lambda entry, now_s: told_session(_session_info(entry, now_s))
         )
-        self._watch = ClusterWatch(source, tasks, model)
+        self._watch = SharedWatch(source, tasks, model)
 
     @property
     def model(self) -> ModelInfo:

@@ -1,4 +1,4 @@
-"""ClusterWatch: many watchers of one front end, and one reader for all of them, which runs only while somebody watches.
+"""SharedWatch: many watchers of one front end, and one reader for all of them, which runs only while somebody watches.
 
 Every watcher gets the state as often as it asked for, and each event once. No watcher delays another: a slow one gets
 only the newest state that it has not read, and is dropped if it leaves too many events unread.
@@ -41,7 +41,7 @@ _EARLY_S = 0.05
 logger = logging.getLogger(__name__)
 
 
-class Source(Protocol):
+class LookSource(Protocol):
     """Where looks come from."""
 
     async def look(self, cursor: str | None, limit: int) -> Look:
@@ -103,13 +103,13 @@ class Watcher:
         return items
 
 
-class ClusterWatch:
+class SharedWatch:
     """Reads the cluster from `source` for all watchers. Used on the front end's event loop only. `unix_clock` returns
     Unix time in seconds."""
 
     def __init__(
         self,
-        source: Source,
+        source: LookSource,
         tasks: BackgroundTasks,
         model: ModelInfo,
         *,

@@ -22,7 +22,7 @@ PATIENCE_S = 2.0
 
 
 class ClusterSource:
-    """Implements Source (cluster_watch.py). `told` gives a session as the API lists it."""
+    """Implements LookSource (cluster_watch.py). `told` gives a session as the API lists it."""
 
     def __init__(
         self,

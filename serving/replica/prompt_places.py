@@ -17,7 +17,7 @@ from controllers.session_keys import named
 from controllers.turns import Turn
 from engine.api import InvalidRequest
 from serving.text.system_messages import USER, head_len
-from serving.text.text import Continued, TextProcessor, common_len
+from serving.text.text import ContinuedPrompt, TextProcessor, common_len
 from serving.wire.turns import ChatPrompt, Prompt, TurnCall
 
 ASSISTANT = "assistant"
@@ -113,7 +113,7 @@ class PromptPlacer:
             self._check_begins_alike(prompt, turn, continued.kept_len)
         return self._placed(prompt, turn, known, continued)
 
-    def _behind(self, prompt: ChatPrompt, turn: Turn, known: Sequence[Checkpoint]) -> Continued | None:
+    def _behind(self, prompt: ChatPrompt, turn: Turn, known: Sequence[Checkpoint]) -> ContinuedPrompt | None:
         start = _rendered_from(prompt, known)
         if start is None:
             return None
@@ -122,7 +122,7 @@ class PromptPlacer:
         )
 
     def _placed(
-        self, prompt: ChatPrompt, turn: Turn, known: Sequence[Checkpoint], continued: Continued
+        self, prompt: ChatPrompt, turn: Turn, known: Sequence[Checkpoint], continued: ContinuedPrompt
     ) -> PlacedPrompt:
         end = continued.kept_len + len(continued.new_tokens)
         num_kept = next(

@@ -51,7 +51,7 @@ _WORDS_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Continued:
+class ContinuedPrompt:
     """A prompt after a history: the history's first `kept_len` tokens, then `new_tokens`, of which there is at least
     one."""
 
@@ -127,14 +127,14 @@ class TextProcessor:
             raise InvalidRequest("The prompt has no tokens.", param)
         return token_ids
 
-    def encode_conversation(self, prompt: ChatPrompt, history: Sequence[int]) -> Continued:
+    def encode_conversation(self, prompt: ChatPrompt, history: Sequence[int]) -> ContinuedPrompt:
         """The tokens of a whole conversation: exactly those of `encode_prompt` without a history, with as many as
         possible taken from `history`. Raises InvalidRequest and ContextLengthExceeded, naming `messages`."""
         return _continued(history, 0, self.encode_prompt(prompt))
 
     def encode_answered(
         self, prompt: ChatPrompt, history: Sequence[int], *, num_asked: int, asked_len: int
-    ) -> Continued | None:
+    ) -> ContinuedPrompt | None:
         """The same, if the first `num_asked` messages are known to be the history's first `asked_len` tokens, including
         the opening of an answer. They are neither rendered nor tokenized again. None if the template does not allow it.
         Raises InvalidRequest and ContextLengthExceeded, naming `messages`."""
@@ -404,11 +404,11 @@ def common_len(left: Sequence[int], right: Sequence[int]) -> int:
     return int(differs[0]) if len(differs) else size
 
 
-def _continued(history: Sequence[int], start: int, token_ids: list[int]) -> Continued:
+def _continued(history: Sequence[int], start: int, token_ids: list[int]) -> ContinuedPrompt:
     """`token_ids` follow the history's first `start` tokens. At least one of them is new, because a turn must compute
     something."""
     known = min(common_len(history[start : start + len(token_ids)], token_ids), len(token_ids) - 1)
-    return Continued(start + known, token_ids[known:])
+    return ContinuedPrompt(start + known, token_ids[known:])
 
 
 def _options(prompt: ChatPrompt) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class FrontTurns:
         request = get_current_span()
         name, parent = self._spans.named_in(get_current())
         if not is_kept(name):
-            return UnkeptTurn(name)
+            return UnkeptFrontTurn(name)
         if isinstance(request, RequestNow):
             self._parsed(request)
         attributes = request_attributes(call, self._model)
@@ -61,7 +61,7 @@ class FrontTurns:
             self._spans.was("parse", request.get_span_context(), request.start_ns, time.time_ns())
 
 
-class UnkeptTurn(Untraced):
+class UnkeptFrontTurn(Untraced):
     """A turn of a trace that is not kept. Replicas are told this and do not begin a trace."""
 
     def __init__(self, name: SpanContext) -> None:

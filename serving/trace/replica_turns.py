@@ -37,7 +37,7 @@ class ReplicaTurns:
         headers = {TRACEPARENT: call.traceparent, TRACESTATE: call.tracestate}
         name, parent = self._spans.named_in(self._spans.context_in(headers))
         if not is_kept(name):
-            return UnkeptTurn(name)
+            return UnkeptReplicaTurn(name)
         found: dict[str, AttributeValue | None] = {
             "kedge.replica_id": self._replica_id,
             "kedge.epoch": epoch,
@@ -50,7 +50,7 @@ class ReplicaTurns:
         return ReplicaTurn(self._spans, span)
 
 
-class UnkeptTurn(Untraced):
+class UnkeptReplicaTurn(Untraced):
     """A turn of a trace that is not kept. Any span that begins while it commits is told so."""
 
     def __init__(self, name: SpanContext) -> None:

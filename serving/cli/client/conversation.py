@@ -19,7 +19,7 @@ from serving.cli.client.server import (
     request_json,
     unreachable,
 )
-from serving.cli.client.stream import Chunk, EventSplitter, Usage, parse_event
+from serving.cli.client.stream import Chunk, EventSplitter, TokenCounts, parse_event
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class TurnTiming:
 
     first_token_s: float
     last_token_s: float
-    usage: Usage
+    usage: TokenCounts
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -45,7 +45,7 @@ class TurnStream:
         self._request = request
         self._started_s = time.perf_counter()
         self._token_times_s: list[float] = []
-        self._usage: Usage | None = None
+        self._usage: TokenCounts | None = None
         self.finish_reason: str | None = None
 
     def __enter__(self) -> TurnStream:
@@ -97,7 +97,7 @@ class TurnStream:
         return TurnTiming(self._token_times_s[0], self._token_times_s[-1], self._usage)
 
 
-class Conversation:
+class ServedSession:
     """A session on the server. The system prompt travels with the first turn that commits."""
 
     def __init__(

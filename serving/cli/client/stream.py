@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenCounts:
     """Token counts of one request as the server reports them."""
 
     prompt_tokens: int
@@ -33,7 +33,7 @@ class Chunk:
     token_ids: tuple[int, ...] = ()
     carries_token: bool = False
     finish_reason: str | None = None
-    usage: Usage | None = None
+    usage: TokenCounts | None = None
     error: str | None = None
 
 
@@ -65,7 +65,7 @@ def parse_event(payload: str) -> Chunk | None:
     return _parse_choice(choices[0], usage)
 
 
-def _parse_choice(choice: dict[str, Any], usage: Usage | None) -> Chunk:
+def _parse_choice(choice: dict[str, Any], usage: TokenCounts | None) -> Chunk:
     delta = choice.get("delta") or {}
     thought = delta.get("reasoning_content", delta.get("reasoning"))  # vLLM's newer name
     pieces = (choice.get("text"), delta.get("content"))
@@ -86,12 +86,12 @@ def _parse_choice(choice: dict[str, Any], usage: Usage | None) -> Chunk:
     )
 
 
-def parse_usage(usage: dict[str, Any] | None) -> Usage | None:
+def parse_usage(usage: dict[str, Any] | None) -> TokenCounts | None:
     """Token counts; `cached_tokens` is None if the server does not report it."""
     if not usage:
         return None
     details = usage.get("prompt_tokens_details") or {}
-    return Usage(
+    return TokenCounts(
         prompt_tokens=int(usage.get("prompt_tokens") or 0),
         completion_tokens=int(usage.get("completion_tokens") or 0),
         cached_tokens=details.get("cached_tokens"),

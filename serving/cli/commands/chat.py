@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.segment import Segment, Segments
 
-from serving.cli.client.conversation import Conversation, TurnTiming
+from serving.cli.client.conversation import ServedSession, TurnTiming
 from serving.cli.client.server import ServerError, checked_name, first_model, server_at
 from serving.cli.commands.failure import one_line_errors
 from serving.cli.commands.options import DEFAULT_URL, ApiKey, Url
@@ -26,7 +26,7 @@ HELP = """\
 Ctrl-C   stop the answer; the session stands where it was before the turn
 Sessions that this chat started are closed; one named by --session stays open."""
 
-RunTurn = Callable[[Console, Conversation, str], None]
+RunTurn = Callable[[Console, ServedSession, str], None]
 """Runs a turn and prints it. Raises ServerError."""
 
 TIMEOUT = httpx.Timeout(10.0, read=300.0)
@@ -61,12 +61,12 @@ def chat(
             checked_name(session, "--session")
         model_id = model or first_model(client)
 
-        def start(session_id: str | None) -> Conversation:
+        def start(session_id: str | None) -> ServedSession:
             session_id = session_id or f"chat-{uuid.uuid4().hex[:12]}"
             console.print(
                 f"session {session_id}, model {model_id}; /help lists commands", style="dim", markup=False
             )
-            return Conversation(client, session_id, model_id, system, sampling)
+            return ServedSession(client, session_id, model_id, system, sampling)
 
         if not _talk(console, start, run_turn, session):
             raise typer.Exit(1)
@@ -74,7 +74,7 @@ def chat(
 
 def _talk(
     console: Console,
-    start: Callable[[str | None], Conversation],
+    start: Callable[[str | None], ServedSession],
     run_turn: RunTurn,
     session_id: str | None,
 ) -> bool:
@@ -99,7 +99,7 @@ def _talk(
     return all_well
 
 
-def _leave(console: Console, conversation: Conversation, ours: bool) -> None:
+def _leave(console: Console, conversation: ServedSession, ours: bool) -> None:
     """Closes the session if this chat started it. A session that the user named may be in use elsewhere."""
     if ours:
         conversation.close()
@@ -128,7 +128,7 @@ def _lines(console: Console) -> Iterator[str]:
             return
 
 
-def _run_turn(console: Console, conversation: Conversation, text: str, run_turn: RunTurn) -> bool:
+def _run_turn(console: Console, conversation: ServedSession, text: str, run_turn: RunTurn) -> bool:
     """Runs a turn. If it fails, reports it on standard error and returns False; the conversation goes on."""
     try:
         run_turn(console, conversation, text)
@@ -145,7 +145,7 @@ def _run_turn(console: Console, conversation: Conversation, text: str, run_turn:
     return True
 
 
-def _print_turn(console: Console, conversation: Conversation, text: str) -> None:
+def _print_turn(console: Console, conversation: ServedSession, text: str) -> None:
     """Prints the thoughts, dim, and the answer as they come, then its timing. Control characters of the model do not
     reach a terminal."""
 
@@ -167,7 +167,7 @@ def _print_turn(console: Console, conversation: Conversation, text: str) -> None
         console.print(_summary(stream.timing, stream.finish_reason), style="dim")
 
 
-def _print_turn_as_json(_console: Console, conversation: Conversation, text: str) -> None:
+def _print_turn_as_json(_console: Console, conversation: ServedSession, text: str) -> None:
     """Prints the turn once it has ended; what neither server nor turn tells is null."""
     with conversation.turn(text) as stream:
         chunks = list(stream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from serving.cli.client.stream import Usage
+from serving.cli.client.stream import TokenCounts
 from serving.cli.load.machine import CpuShares
 
 
@@ -21,7 +21,7 @@ class TurnSample:
     started_s: float
     ended_s: float
     token_times_s: tuple[float, ...] = ()
-    usage: Usage | None = None
+    usage: TokenCounts | None = None
     text: str = ""
     token_ids: tuple[int, ...] = ()
     error: str | None = None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from serving.text.answer_pieces import overlap
 from serving.text.reasoning.formats import MARKS, ReasoningName
-from serving.text.tool_calls.openings import Opening
+from serving.text.tool_calls.openings import CallOpening
 
 _SPACE = b" \t\r\n"
 _MAX_OPENING_BYTES = 192
@@ -48,7 +48,7 @@ class WatchedOpening:
 
 
 def watched_opening(
-    opening: Opening,
+    opening: CallOpening,
     names: Sequence[str],
     reasoning: ReasoningName | None,
     special_ids: Mapping[str, int],

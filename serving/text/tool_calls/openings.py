@@ -23,7 +23,7 @@ TO_FUNCTIONS = "to=functions."
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class CallOpening:
     """`marks` are texts that calls begin with, each followed by a match of one of `followers`. In a `bare` format, a
     call at the beginning of the answer needs no mark: `bare` matches it, with NAMES in place of the functions' names,
     and `first_bytes` are those that it may begin with."""
@@ -40,11 +40,11 @@ class Opening:
         return self.bare.replace(b"NAMES", b"|".join(map(re.escape, names))) if self.bare else None
 
 
-def opening_of(name: FormatName) -> Opening:
+def opening_of(name: FormatName) -> CallOpening:
     """If a model may also mention the mark in plain text, more than the mark must be there."""
     if name == "gpt_oss":
         to = re.escape(TO_FUNCTIONS).encode()
-        return Opening(
+        return CallOpening(
             (CHANNEL, START),
             ((BLANKS + rb"\w{1,32}" + BLANKS + to,), (BLANKS + b"(?:assistant)?" + BLANKS + to,)),
             bare=BLANKS + to,
@@ -52,23 +52,23 @@ def opening_of(name: FormatName) -> Opening:
         )
     match tool_format(name):
         case NamedFormat() as form:
-            return Opening((named_mark(form),), ((b"",),))
+            return CallOpening((named_mark(form),), ((b"",),))
         case TaggedFormat() as form:
             if form.name_opener:
-                return Opening((form.name_opener,), ((b"",),))
-            return Opening((form.call_opener,), ((BLANKS + rb"[\w.\-:/]",),))
+                return CallOpening((form.name_opener,), ((b"",),))
+            return CallOpening((form.call_opener,), ((BLANKS + rb"[\w.\-:/]",),))
         case PythonicFormat() as form:
             first = b"[ \\t\\r\\n]*\\[" + BLANKS + rb"(?:NAMES)\("
-            return Opening((form.opener,), ((BLANKS + rb"\[" + BLANKS + rb"[\w.\-:/]",),), first, b"[")
+            return CallOpening((form.opener,), ((BLANKS + rb"\[" + BLANKS + rb"[\w.\-:/]",),), first, b"[")
         case ToolFormat(bare=True) as form:
             blank = b"[ \\t\\r\\n]*"
             name_key = blank.join((rb"\{", b'"name"', b":", b'"(?:NAMES)"'))
             filler = b"(?:%s[%s])?" % (blank, re.escape(form.filler).encode())
             firsts = b"{" + form.filler.encode()
-            return Opening((form.opener,), ((BLANKS + rb"\{",),), filler + blank + name_key, firsts)
+            return CallOpening((form.opener,), ((BLANKS + rb"\{",),), filler + blank + name_key, firsts)
         case form:
             group = b"(?:\\[%s)?" % BLANKS if "[" in form.filler else b""
-            return Opening((form.opener,), ((BLANKS + group + rb"\{",),))
+            return CallOpening((form.opener,), ((BLANKS + group + rb"\{",),))
 
 
 def named_mark(form: NamedFormat) -> str:

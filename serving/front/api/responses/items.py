@@ -36,7 +36,7 @@ class TextOfItem(StrictBody):
         return self.text
 
 
-class RefusalPart(StrictBody):
+class RefusalOfItem(StrictBody):
     type: Literal["refusal"]
     refusal: str
 
@@ -54,7 +54,7 @@ def _part_kind(value: Any) -> str:
 
 Part = Annotated[
     Annotated[TextOfItem, Tag("<text>")]
-    | Annotated[RefusalPart, Tag("<refusal>")]
+    | Annotated[RefusalOfItem, Tag("<refusal>")]
     | Annotated[OtherKind, Tag("<other>")],
     Discriminator(_part_kind),
 ]
@@ -83,7 +83,7 @@ def _parts(content: str | list[Any], kind: str) -> list[Json]:
 
 
 def _part(part: Any, kind: str) -> Json:
-    if isinstance(part, RefusalPart):
+    if isinstance(part, RefusalOfItem):
         return {"type": "refusal", "refusal": part.refusal}
     text = part if isinstance(part, str) else part.text
     shown: Json = {"type": kind, "text": text}
@@ -112,7 +112,7 @@ class MessageItem(StrictBody):
         }
 
 
-class Call(StrictBody):
+class CallItem(StrictBody):
     """Fields of both kinds of calls. `async` says which side runs a call; here it is always the client."""
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
@@ -138,7 +138,7 @@ class Call(StrictBody):
         }
 
 
-class FunctionCallItem(Call):
+class FunctionCallItem(CallItem):
     type: Literal["function_call"]
     arguments: str
     parsed_arguments: Any = Field(
@@ -149,7 +149,7 @@ class FunctionCallItem(Call):
         return self._shown("fc", new_id, arguments=self.arguments)
 
 
-class CustomCall(Call):
+class CustomCall(CallItem):
     type: Literal["custom_tool_call"]
     input: str
 

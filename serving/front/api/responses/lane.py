@@ -46,7 +46,7 @@ class Create(StrictBody):
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Remembered:
     """Everything that was said up to the end of a response that is not stored."""
 
     response_id: str
@@ -60,13 +60,13 @@ class Memory:
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._newest: dict[str | None, Said] = {}
+        self._newest: dict[str | None, Remembered] = {}
         """By lane, the most recently noted last."""
 
-    def find(self, response_id: str | None) -> Said | None:
+    def find(self, response_id: str | None) -> Remembered | None:
         return next((said for said in self._newest.values() if said.response_id == response_id), None)
 
-    def note(self, lane: str | None, said: Said | None) -> None:
+    def note(self, lane: str | None, said: Remembered | None) -> None:
         """Notes the lane's newest response; None: it is stored."""
         self._newest.pop(lane, None)
         if said is None:
@@ -120,7 +120,7 @@ class Lane:
         response, response_bytes = last
         size_bytes += response_bytes + (0 if before is None else before.size_bytes)
         output = map(without_logprobs, response["output"])
-        said = Said(asked.head.id, [*asked.items, *output], size_bytes)
+        said = Remembered(asked.head.id, [*asked.items, *output], size_bytes)
         self._memory.note(self._name, None if body.is_stored else said)
 
     async def refuse(self, error: Exception) -> None:

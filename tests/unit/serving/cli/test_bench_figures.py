@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from serving.cli.client.stream import Chunk, EventSplitter, Usage, parse_event
+from serving.cli.client.stream import Chunk, EventSplitter, TokenCounts, parse_event
 from serving.cli.load.machine import CpuMeter, CpuShares, describe_machine
 from serving.cli.load.prompts import PromptSource
 from serving.cli.load.punctuality import Punctuality
@@ -43,7 +43,9 @@ def settings(sessions: int = 1, turns: int = 1, output_tokens: int = 4) -> LoadS
     )
 
 
-def sample(times_s: list[float], usage: Usage | None = None, turn: int = 1, session: int = 0) -> TurnSample:
+def sample(
+    times_s: list[float], usage: TokenCounts | None = None, turn: int = 1, session: int = 0
+) -> TurnSample:
     return TurnSample(session, turn, 10.0, times_s[-1], tuple(times_s), usage)
 
 
@@ -77,7 +79,7 @@ def test_buckets_do_not_overlap(turns, expected):
 
 
 def test_figures_of_one_turn():
-    turn = sample([10.010, 10.012, 10.014, 10.020], Usage(100, 4, 92))
+    turn = sample([10.010, 10.012, 10.014, 10.020], TokenCounts(100, 4, 92))
     summary = summarize(settings(), LoadResult((turn,), wall_s=0.5, cpu=None))
     assert summary.ttft["all turns"].p50 == pytest.approx(0.010)
     assert summary.chunk_gap.p50 == pytest.approx(0.002)
@@ -90,7 +92,7 @@ def test_figures_of_one_turn():
 
 
 def test_bursts_are_gaps_under_50_microseconds():
-    turn = sample([10.0, 10.00004, 10.001, 10.00106], Usage(1, 4, 0))
+    turn = sample([10.0, 10.00004, 10.001, 10.00106], TokenCounts(1, 4, 0))
     summary = summarize(settings(), LoadResult((turn,), wall_s=1.0, cpu=None))
     assert summary.bursts == 1
     assert summary.burst_share == pytest.approx(1 / 3)
@@ -99,7 +101,7 @@ def test_bursts_are_gaps_under_50_microseconds():
 
 @pytest.mark.parametrize(("late_s", "rejected"), [(0.001, False), (0.02, True)])
 def test_bursts_are_held_against_a_run_only_if_the_client_was_late(late_s, rejected):
-    turn = sample([10.0, 10.00004, 10.001, 10.00106], Usage(1, 4, 0))
+    turn = sample([10.0, 10.00004, 10.001, 10.00106], TokenCounts(1, 4, 0))
     result = LoadResult((turn,), wall_s=1.0, cpu=None, lateness_s=(late_s,) * 100)
     summary = summarize(settings(), result)
     assert bool(summary.rejected) is rejected
@@ -115,14 +117,14 @@ async def test_a_blocked_client_is_found_late():
 
 
 def test_other_processes_reject_a_run():
-    turn = sample([10.0, 10.1, 10.2, 10.3], Usage(1, 4, 0))
+    turn = sample([10.0, 10.1, 10.2, 10.3], TokenCounts(1, 4, 0))
     cpu = CpuShares(all_cores=1.9, client_cores=0.1, server_cores=1.5, other_cores=0.3)
     summary = summarize(settings(), LoadResult((turn,), wall_s=1.0, cpu=cpu))
     assert summary.rejected == ("other processes used 0.30 cores",)
 
 
 def test_turns_that_stopped_early_are_noted():
-    turn = sample([10.0, 10.1], Usage(1, 2, 0))
+    turn = sample([10.0, 10.1], TokenCounts(1, 2, 0))
     summary = summarize(settings(), LoadResult((turn,), wall_s=1.0, cpu=None))
     assert summary.notes == ("1 of 1 turns ended before 4 output tokens",)
 
@@ -154,11 +156,14 @@ def test_events_are_put_together_from_any_split():
             '{"choices":[{"delta":{"role":"assistant","content":""},"token_ids":[7]}]}',
             Chunk(token_ids=(7,), carries_token=True),
         ),
-        ('{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}', Chunk(usage=Usage(3, 2, None))),
+        (
+            '{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}',
+            Chunk(usage=TokenCounts(3, 2, None)),
+        ),
         (
             '{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2,'
             '"prompt_tokens_details":{"cached_tokens":1}}}',
-            Chunk(usage=Usage(3, 2, 1)),
+            Chunk(usage=TokenCounts(3, 2, 1)),
         ),
         ('{"error":{"message":"no","code":400}}', Chunk(error="no")),
         ("[DONE]", None),

@@ -17,7 +17,7 @@ from controllers.session_keys import session_key
 from serving.background import BackgroundTasks
 from serving.front import cluster_watch
 from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
-from serving.front.cluster_watch import MOST_TOLD_FIRST, MOST_UNREAD, ClusterWatch, Watcher
+from serving.front.cluster_watch import MOST_TOLD_FIRST, MOST_UNREAD, SharedWatch, Watcher
 from serving.front.http import create_http_app
 from serving.watch.audit_reply import failed_audit
 from serving.watch.cluster_state import Look, audit_findings, told_event
@@ -79,10 +79,10 @@ class ScriptedSource:
 
 
 @asynccontextmanager
-async def watch_of(source: ScriptedSource, **options: Any) -> AsyncIterator[ClusterWatch]:
+async def watch_of(source: ScriptedSource, **options: Any) -> AsyncIterator[SharedWatch]:
     tasks = BackgroundTasks()
     try:
-        yield ClusterWatch(source, tasks, MODEL, unix_clock=lambda: 7.0, **options)
+        yield SharedWatch(source, tasks, MODEL, unix_clock=lambda: 7.0, **options)
     finally:
         await tasks.stop(1.0)
 
