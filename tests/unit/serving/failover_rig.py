@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,14 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from controllers.cluster import Cluster
-from controllers.errors import ControllerError
-from serving.front.known_places import Affinity, KnownPlaces
-from serving.front.ownership_cache import OwnershipCache
-from serving.front.replica_calls import ANY_REPLICA
 from serving.front.replica_gone import Loss as Seen
 from serving.front.replica_gone import ReplicaGone
-from serving.front.turn_dispatch import TurnDispatcher
 from serving.trace.turn_traces import UNTRACED, FrontTraces
 from serving.watch.metrics import FailoverCause, IngressMetrics
-from serving.wire.calls import Abort, AnyCall, MoveSession
-from serving.wire.errors import error_info
 from serving.wire.turn_events import merge_events
-from serving.wire.turns import ServiceError, TurnCall, TurnEvent
-from tests.unit.serving.local_service import small_text
+from serving.wire.turns import TurnCall, TurnEvent
+from tests.unit.serving.local_replicas import LocalReplicas
+from tests.unit.serving.local_service import LocalService, small_text
 from tests.unit.serving.replica_rig import WAIT_S, Rig, SlowRunner, local_controller, running_rig
 
 STEP_S = 0.5
@@ -55,18 +49,17 @@ def failovers(metrics: IngressMetrics, *causes: FailoverCause) -> float:
     return sum(each.value for each in samples if not causes or each.labels["cause"] in causes)
 
 
-class Replicas:
-    """Stands in for ReplicaCalls.
+class Replicas(LocalReplicas):
+    """Replicas that a test can lose.
 
     `losses` says when a replica is lost; `dead` are the lost ones. A lost replica's turn is cut off, as if its process
     had died. With `seems_lost` the turn goes on, but nobody hears of it: `unheard` are such turns. `calls` are the
-    calls that have begun. Until `delivered` is set they are on their way.
+    turns that have begun. Until `delivered` is set they are on their way.
     """
 
-    def __init__(self, rigs: dict[str, Rig]) -> None:
-        self.rigs = rigs
+    def __init__(self, rigs: Sequence[Rig]) -> None:
+        super().__init__(rigs)
         self.losses: dict[str, Loss] = {}
-        self.dead: set[str] = set()
         self.cut_off: set[str] = set()
         self.seems_lost = False
         self.unheard: list[asyncio.Task[list[TurnEvent]]] = []
@@ -78,60 +71,30 @@ class Replicas:
         """Loses the replica with the next event of a turn that runs there."""
         self.cut_off.add(replica_id)
 
-    async def broadcast(self, call: AnyCall, _timeout_s: float | None = None) -> list[int]:
-        assert isinstance(call, Abort)
-        living = [rig for name, rig in self.rigs.items() if name not in self.dead]
-        return [rig.turns.abort(call.request_id, call.tenant) for rig in living]
-
-    async def call(self, replica_id: str, call: AnyCall) -> Any:
-        """A pinned call, answered as the replica answers it."""
-        assert isinstance(call, MoveSession)
-        if replica_id in self.dead:
-            raise ReplicaGone(replica_id, Seen.DIED)
-        try:
-            return await self.rigs[replica_id].moves.move(call)
-        except ControllerError as error:
-            raise ServiceError(error_info(error)) from error
-
-    async def pick(self, _affinity: Affinity, refused_by: Collection[str]) -> str:
-        living = self._living()
-        return next((name for name in living if name not in refused_by), next(iter(living), ANY_REPLICA))
-
-    def has_other(self, refused_by: Collection[str]) -> bool:
-        return any(name not in refused_by for name in self._living())
-
-    def preferred(self, affinity: Affinity) -> str | None:
-        return affinity.holder
-
     @asynccontextmanager
     async def turn(
         self, replica_id: str, call: TurnCall, epoch: int | None
     ) -> AsyncIterator[AsyncIterator[TurnEvent]]:
-        if replica_id == ANY_REPLICA:
-            replica_id = next(iter(self._living()), "a")
-        if replica_id in self.dead:
-            raise ReplicaGone(replica_id, Seen.DIED)
-        self.calls.append((replica_id, call))
+        rig = self.rig_at(replica_id)
+        self.calls.append((rig.replica_id, call))
         await self.delivered.wait()
-        events = self.rigs[replica_id].events(call, epoch)
+        events = rig.events(call, epoch)
         try:
-            yield self._until_lost(replica_id, events)
+            yield self._until_lost(rig, events)
         finally:
-            if self.seems_lost and replica_id in self.dead:
-                self.unheard.append(asyncio.create_task(_rest_of(events, self.rigs[replica_id].runner)))
+            if self.seems_lost and rig.replica_id in self.dead:
+                self.unheard.append(asyncio.create_task(_rest_of(events, rig.runner)))
             else:
                 await events.aclose()
 
-    def _living(self) -> list[str]:
-        return [name for name in self.rigs if name not in self.dead]
-
     async def _until_lost(
-        self, replica_id: str, events: AsyncIterator[TurnEvent]
+        self, rig: Rig, events: AsyncIterator[TurnEvent]
     ) -> AsyncGenerator[TurnEvent, None]:
+        replica_id = rig.replica_id
         lost = self.losses.pop(replica_id, None)
         number = 0
         while True:
-            async with _stepping(self.rigs[replica_id].runner):
+            async with _stepping(rig.runner):
                 event = await anext(events, None)
             if event is None:
                 return
@@ -143,21 +106,21 @@ class Replicas:
 
 
 class Failover:
-    """A dispatcher over the replicas "a", "b" ... of `rigs`. Sessions are opened at "a"."""
+    """A front end over the replicas "a", "b" ... of `rigs`. Sessions are opened at "a"."""
 
     def __init__(self, rigs: list[Rig], failover_timeout_s: float, traces: FrontTraces = UNTRACED) -> None:
         self.rigs = rigs
-        self.replicas = Replicas({rig.replica_id: rig for rig in rigs})
+        self.replicas = Replicas(rigs)
         self.controller = rigs[0].controller
-        self.metrics = IngressMetrics("i")
-        parts: tuple[Any, ...] = (
+        self.service = LocalService(
+            rigs[0],
             self.replicas,
-            self.controller,
-            OwnershipCache(9),
-            KnownPlaces(9),
-            self.metrics,
+            metrics=IngressMetrics("i"),
+            failover_timeout_s=failover_timeout_s,
+            traces=traces,
         )
-        self.dispatcher = TurnDispatcher(*parts, failover_timeout_s=failover_timeout_s, traces=traces)
+        self.metrics = self.service.metrics
+        self.dispatcher = self.service.dispatcher
 
     @property
     def cluster(self) -> Cluster:
@@ -165,8 +128,7 @@ class Failover:
 
     def open_session(self, session_id: str, **options: Any) -> None:
         self.rigs[0].open_session(session_id, **options)
-        for rig in self.rigs[1:]:
-            self.cluster.register_replica(rig.heartbeats.status())
+        self.service.beat()
 
     async def events(self, call: TurnCall) -> AsyncGenerator[TurnEvent, None]:
         """The turn's events, as the protocols read them."""

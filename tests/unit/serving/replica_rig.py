@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cache.audit import PageAccounts
 from controllers.cluster import Cluster
 from controllers.errors import StoreError
+from controllers.joined_answers import joined_measures
 from controllers.records import TurnRecord
 from controllers.served_model import ServedModel
 from controllers.session import SessionController
@@ -39,6 +40,7 @@ from serving.replica.kv_watch import KVWatch
 from serving.replica.live_turn import EventMaker
 from serving.replica.mailbox import Mailbox
 from serving.replica.ordered_moves import OrderedMoves
+from serving.replica.replica import replica_figures
 from serving.replica.session_host import SessionHost
 from serving.replica.session_offers import SessionOffers
 from serving.replica.tenant_load import TenantLoad
@@ -49,8 +51,26 @@ from serving.replica.unnamed_sessions import UnnamedSessions
 from serving.settings.config import MetricsArgs
 from serving.text.text import TextProcessor
 from serving.trace.opening import replica_traces
+from serving.watch.audit_reply import replica_audit
 from serving.watch.metrics import ReplicaMetrics
 from serving.watch.registry import NO_LABELS
+from serving.wire.calls import (
+    Abort,
+    AnyCall,
+    Audit,
+    CloseSession,
+    Describe,
+    Detokenize,
+    Drain,
+    Flush,
+    ForkSession,
+    KeepNote,
+    MetricsText,
+    MoveSession,
+    RewindSession,
+    SessionPlaces,
+    Tokenize,
+)
 from serving.wire.turns import SessionTurn, TokenPrompt, TurnCall, TurnEvent
 from tests.unit.engine.driver import ADAPTERS
 from tests.unit.engine.null_runner import EOS_TOKEN_ID, NullRunner
@@ -130,8 +150,9 @@ class LocalController:
         parts: dict[str, Callable[..., Any]] = {
             "commit_turn": self._commit_turn,
             "notes": self.cluster.notes.page,
-            "view": self.cluster.watch.view,
             "forget_note": self.cluster.notes.forget,
+            "view": self.cluster.watch.view,
+            "measures": lambda: joined_measures([self.cluster.measures()]),
         }
         return parts.get(name) or getattr(self.cluster, name)
 
@@ -318,6 +339,42 @@ class Rig:
         finally:
             turn.cancel()
             await asyncio.wait([turn])
+
+    async def answer(self, call: AnyCall) -> Any:
+        """The answer to a pinned call, as LLMReplica gives it. Raises ControllerError and EngineError."""
+        match call:
+            case CloseSession():
+                return await self.host.close(call.session_id, call.epoch)
+            case ForkSession():
+                return await self.host.fork(call.parent_id, call.epoch, call.order)
+            case RewindSession():
+                return await self.empty_turns.rewind(call)
+            case MoveSession():
+                return await self.moves.move(call)
+            case KeepNote():
+                return await self.empty_turns.keep_note(call)
+            case Abort():
+                return self.turns.abort(call.request_id, call.tenant)
+            case Flush():
+                self.unnamed.forget_all()
+                return await asyncio.wrap_future(self.engine.flush())
+            case Drain():
+                return await self.drain.order()
+            case Audit():
+                return replica_audit(self.replica_id, await asyncio.wrap_future(self.engine.audit()))
+            case Describe():
+                return replica_figures(self.replica_id, self.turns.num_live, 0, self.engine)
+            case SessionPlaces():
+                return await asyncio.wrap_future(self.engine.session_places(call.session_ids))
+            case MetricsText():
+                return self.metrics.render()
+            case Tokenize():
+                return await self.builder.tokenize(
+                    call.prompt, call.add_special_tokens, with_token_strs=call.with_token_strs
+                )
+            case Detokenize():
+                return await self.builder.detokenize(call.token_ids, call.skip_special_tokens)
+        raise AssertionError(f"no answer to {type(call).__name__}")
 
     async def begun(self, count: int = 1) -> None:
         """Waits until at least `count` turns are at the engine."""

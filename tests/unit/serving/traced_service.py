@@ -11,37 +11,16 @@ from typing import Any
 
 import httpx
 import pytest
-from msgspec.structs import replace
 
-from controllers.session_keys import session_key
 from serving.front.http import create_http_app
 from serving.front.recorder import Recorder
 from serving.settings.record_args import LogsArgs, TracingArgs
 from serving.trace.opening import front_traces, open_spans
 from serving.wire.calls import Request, RunTurn, call_of, decode_request, encode_request
-from serving.wire.turns import TurnCall, TurnEvent
+from serving.wire.turns import TurnCall
 from tests.unit.serving.failover_rig import Failover, running_failover
-from tests.unit.serving.local_service import MODEL, LocalService, http_server
+from tests.unit.serving.local_service import MODEL, http_server
 from tests.unit.serving.otlp_collector import Collector, running_collector
-
-
-class DispatchedService(LocalService):
-    """Turns go through the dispatcher to the replica that owns their session. All else goes to the first replica."""
-
-    def __init__(self, failover: Failover) -> None:
-        super().__init__(failover.rigs[0])
-        self.failover = failover
-
-    @asynccontextmanager
-    async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
-        for rig in self.failover.rigs:
-            if rig.replica_id not in self.failover.replicas.dead:
-                self.failover.cluster.register_replica(rig.heartbeats.status())
-        if call.session is not None:
-            key = session_key(call.tenant, call.session.session_id)
-            call = replace(call, session=replace(call.session, session_id=key))
-        async with self.failover.dispatcher.dispatch(self.places.recognized(call)) as events:
-            yield events
 
 
 @dataclass
@@ -83,8 +62,8 @@ async def traced_service(
                 max_running=max_running,
             )
         )
-        service = DispatchedService(failover)
-        app = create_http_app(lambda: service, recorder=Recorder(logs or LogsArgs(), front))
+        failover.service.beat()
+        app = create_http_app(lambda: failover.service, recorder=Recorder(logs or LogsArgs(), front))
         address = await stack.enter_async_context(http_server(app, root_path=root_path))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=address, timeout=30.0))
         yield Traced(client, failover, collector, [front, replicas])

@@ -11,20 +11,17 @@ from typing import Any
 import pytest
 
 from serving.front import dispatched_turn, turn_dispatch
-from serving.front.cluster_client import ClusterClient
-from serving.front.known_places import KnownPlaces
-from serving.front.ownership_cache import OwnershipCache
-from serving.front.turn_dispatch import TurnDispatcher
-from serving.watch.metrics import IngressMetrics
 from serving.wire.turns import TurnCall, TurnEvent
 from tests.unit.serving.failover_rig import Failover, at_the_end, behind, running_failover
+from tests.unit.serving.local_service import Alone, LocalService
 from tests.unit.serving.replica_rig import call
 
 
-class Siblings:
+class OtherSibling(Alone):
     """The siblings of an ingress without clients. Its only sibling is `served`."""
 
     def __init__(self, served: Failover) -> None:
+        super().__init__()
         self._served = served
 
     async def ask(self, method: str, *args: Any) -> list[Any]:
@@ -33,26 +30,10 @@ class Siblings:
         return []
 
 
-def other_ingress(served: Failover) -> ClusterClient:
-    parts: tuple[Any, ...] = (
-        served.replicas,
-        served.controller,
-        OwnershipCache(9),
-        KnownPlaces(9),
-        IngressMetrics("other"),
+def other_ingress(served: Failover) -> LocalService:
+    return LocalService(
+        served.rigs[0], served.replicas, siblings=OtherSibling(served), failover_timeout_s=30.0
     )
-    fields: dict[str, Any] = {
-        "model": None,
-        "replicas": served.replicas,
-        "siblings": Siblings(served),
-        "controller": served.controller,
-        "places": KnownPlaces(9),
-        "dispatcher": TurnDispatcher(*parts, failover_timeout_s=30.0),
-        "metrics": parts[4],
-        "settings": {},
-        "tasks": None,
-    }
-    return ClusterClient(**fields)
 
 
 @pytest.fixture

@@ -9,63 +9,41 @@ from typing import Any
 
 import pytest
 
-from controllers.errors import ControllerError
 from serving.front import turn_dispatch
-from serving.front.cluster_client import ClusterClient
-from serving.front.known_places import KnownPlaces
 from serving.front.ownership_cache import Owner, OwnershipCache
-from serving.front.replica_gone import ReplicaGone, ReplicaLate
-from serving.front.turn_dispatch import TurnDispatcher
-from serving.watch.metrics import IngressMetrics
+from serving.front.replica_gone import ReplicaLate
 from serving.wire.calls import AnyCall, CloseSession
-from serving.wire.errors import error_info
-from serving.wire.turns import ServiceError
-from tests.unit.serving.failover_rig import Failover, Replicas, running_failover
+from tests.unit.serving.failover_rig import Failover, running_failover
+from tests.unit.serving.local_replicas import LocalReplicas
+from tests.unit.serving.local_service import LocalService
 from tests.unit.serving.replica_rig import call
 
 
-class ClosingReplicas:
-    """Carries out closes as LLMReplica does. `asked` are the replicas that were asked. The first `late` calls are not
-    carried out in time."""
+class ClosingReplicas(LocalReplicas):
+    """`asked` are the replicas that were asked. The first `late` calls are not carried out in time."""
 
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
+    def __init__(self, served: Failover) -> None:
+        super().__init__(served.rigs)
+        self.dead = served.replicas.dead
         self.asked: list[str] = []
         self.late = 0
 
-    async def call(self, replica_id: str, call: AnyCall) -> bool:
+    async def call(self, replica_id: str, call: AnyCall, timeout_s: float | None = None) -> Any:
         assert isinstance(call, CloseSession)
         self.asked.append(replica_id)
-        if replica_id in self._replicas.dead:
-            raise ReplicaGone(replica_id)
-        if len(self.asked) <= self.late:
+        if replica_id not in self.dead and len(self.asked) <= self.late:
             raise ReplicaLate
-        try:
-            return await self._replicas.rigs[replica_id].host.close(call.session_id, call.epoch)
-        except ControllerError as error:
-            raise ServiceError(error_info(error)) from error
+        return await super().call(replica_id, call, timeout_s)
 
 
 class OtherIngress:
     """An ingress that remembers "a" as a session's owner at epoch 1, whoever owns it now."""
 
     def __init__(self, served: Failover, key: str = "s") -> None:
-        self.replicas = ClosingReplicas(served.replicas)
-        owners, metrics = OwnershipCache(9), IngressMetrics("other")
+        self.replicas = ClosingReplicas(served)
+        owners = OwnershipCache(9)
         owners.put(key, Owner("a", 1))
-        parts: tuple[Any, ...] = (self.replicas, served.controller, owners, KnownPlaces(9), metrics)
-        fields: dict[str, Any] = {
-            "model": None,
-            "replicas": self.replicas,
-            "siblings": None,
-            "controller": served.controller,
-            "places": KnownPlaces(9),
-            "dispatcher": TurnDispatcher(*parts, failover_timeout_s=5.0),
-            "metrics": metrics,
-            "settings": {},
-            "tasks": None,
-        }
-        self.client = ClusterClient(**fields)
+        self.client = LocalService(served.rigs[0], self.replicas, owners=owners, failover_timeout_s=5.0)
 
 
 @pytest.fixture

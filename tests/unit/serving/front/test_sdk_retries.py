@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,26 +12,11 @@ import openai
 import pytest
 
 from serving.front.http import create_http_app
-from serving.wire.turns import TurnCall, TurnEvent
 from tests.unit.serving.failover_rig import Failover, running_failover
 from tests.unit.serving.local_service import MODEL, http_server
 
 CONTINUE = {"role": "user", "content": "Continue."}
 SESSION = "talk"
-
-
-class DispatchedService:
-    """The part of a TurnService that these calls need, with the real dispatcher behind it."""
-
-    model = MODEL
-
-    def __init__(self, failover: Failover) -> None:
-        self._failover = failover
-
-    @asynccontextmanager
-    async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
-        async with self._failover.dispatcher.dispatch(call) as events:
-            yield events
 
 
 @dataclass
@@ -82,7 +66,7 @@ class Scene:
             model=MODEL.model_id,
             messages=[message],  # type: ignore[list-item]
             max_tokens=6,
-            extra_headers={"x-session-id": SESSION, **headers},
+            extra_headers={"x-session-id": SESSION, "x-session-mode": "append", **headers},
             extra_body={"return_token_ids": True},
         )
         return dict(raw.headers), raw.parse().choices[0].token_ids
@@ -96,8 +80,7 @@ class Scene:
 async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
     async with running_failover(tmp_path) as failover:
         failover.open_session(SESSION)
-        service = DispatchedService(failover)
-        async with http_server(create_http_app(lambda: service)) as url:  # type: ignore[arg-type, return-value]
+        async with http_server(create_http_app(lambda: failover.service)) as url:
             cutter = Cutter(int(url.rpartition(":")[2]))
             server = await asyncio.start_server(cutter.serve, "127.0.0.1", 0)
             port = server.sockets[0].getsockname()[1]

@@ -317,7 +317,7 @@ async def test_only_operators_watch(served: tuple[LocalService, httpx.AsyncClien
     for params in ({"interval_s": 0.1}, {"interval_s": 61}, {"limit": 0}, {"count": 0}):
         status, ((_, body),) = await told_over_http(client, **params)
         assert (status, body["error"]["param"]) == (400, next(iter(params)))
-    assert not service.watchers.is_reading
+    assert not service.is_watched
 
 
 async def test_a_key_that_counts_no_more_watches_no_more(
@@ -326,7 +326,7 @@ async def test_a_key_that_counts_no_more_watches_no_more(
     _, client = served
     watching = asyncio.create_task(told_over_http(client, interval_s=0.2))
     async with asyncio.timeout(WAIT_S):
-        while not served[0].watchers.is_reading:
+        while not served[0].is_watched:
             await asyncio.sleep(0.01)
     monkeypatch.setattr(RING, "_callers", {b"": next(iter(RING._callers.values()))})
     _, told = await watching
@@ -339,9 +339,9 @@ async def test_a_client_that_leaves_ends_its_watch(served: tuple[LocalService, h
     headers = {"authorization": "Bearer key-o"}
     async with client.stream("GET", WATCH, headers=headers) as reply:
         await anext(reply.aiter_bytes())
-        assert service.watchers.is_reading
+        assert service.is_watched
     async with asyncio.timeout(WAIT_S):
-        while service.watchers.is_reading:
+        while service.is_watched:
             await asyncio.sleep(0.01)
 
 
@@ -351,12 +351,12 @@ async def test_streams_end_at_a_front_end_that_is_to_go(
     service, client = served
     watching = asyncio.create_task(told_over_http(client, interval_s=60))
     async with asyncio.timeout(WAIT_S):
-        while not service.watchers.is_reading:
+        while not service.is_watched:
             await asyncio.sleep(0.01)
-        service.watchers.end()
+        service.end_watching()
         _, told = await watching
     assert (told[-1][0], told[-1][1]["error"]["code"]) == ("error", "front_end_stops")
-    assert not service.watchers.is_reading
+    assert not service.is_watched
 
 
 async def test_all_places_taken_is_a_refusal_with_a_status(

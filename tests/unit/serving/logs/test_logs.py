@@ -24,7 +24,8 @@ from serving.logs.call_facts import CALL_FACTS, CallFacts, CallFactsFilter
 from serving.logs.serve_log import OURS, SERVE_LOGGER, deployment_options, log_with_serve, logging_options
 from serving.settings.record_args import LogsArgs
 from serving.wire.turns import SessionTurn
-from tests.unit.serving.local_service import LocalService, client_of, local_service
+from tests.unit.serving.local_replicas import LocalReplicas
+from tests.unit.serving.local_service import client_of, local_service
 from tests.unit.serving.replica_rig import call
 from tests.unit.serving.traced_service import Traced, traced_service
 
@@ -155,7 +156,7 @@ async def test_only_what_is_asked_for_is_logged(tmp_path: Path, log: ServeLog, a
 async def test_an_error_of_ours_is_logged_as_one(
     tmp_path: Path, log: ServeLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalService, "_epoch", lambda *_args, **_options: 1 / 0)
+    monkeypatch.setattr(LocalReplicas, "turn", lambda *_args: 1 / 0)
     async with served(tmp_path, LogsArgs(access="errors")) as client:
         reply = await client.post(CHAT, json=body(), headers={"x-session-id": "s"})
     assert reply.status_code == 500

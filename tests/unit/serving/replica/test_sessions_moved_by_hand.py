@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from controllers.errors import NoAnswer, StaleEpoch
 from controllers.records import ForkOrder
-from serving.front.cluster_client import ClusterClient
-from serving.front.known_places import KnownPlaces
 from serving.wire.calls import MoveSession
 from serving.wire.turns import MovedSession, ServiceError
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.failover_rig import Failover, failovers, running_failover
-from tests.unit.serving.local_service import MODEL
 from tests.unit.serving.replica_rig import VOCAB_SIZE, call
 
 FIRST = [1, 2, 3]
@@ -37,26 +33,8 @@ async def served(tmp_path: Path) -> AsyncIterator[Failover]:
         await failover.settled()
 
 
-def client(served: Failover) -> ClusterClient:
-    """A front end over the replicas."""
-    replicas: Any = served.replicas
-    controller: Any = served.controller
-    nobody: Any = None
-    return ClusterClient(
-        model=MODEL,
-        siblings=nobody,
-        tasks=served.rigs[0].tasks,
-        replicas=replicas,
-        controller=controller,
-        dispatcher=served.dispatcher,
-        places=KnownPlaces(9),
-        metrics=served.metrics,
-        settings={},
-    )
-
-
 async def move(served: Failover, to: str | None = "b", session_id: str = "s") -> MovedSession:
-    return await client(served).move_session(session_id, to, tenant="")
+    return await served.service.move_session(session_id, to, tenant="")
 
 
 async def refusal(
