@@ -24,13 +24,23 @@ from engine.api import (
     TokenDelta,
     TokenLogprob,
 )
+from engine.attention.choose import choose_attention
 from engine.build import assemble_engine
-from engine.build_runner import build_runner
+from engine.build_runner import StepLimits, build_runner, device_runner
 from engine.engine import LocalEngine
 from engine.models.loader import LoadedModel
+from engine.parallel.ranks import OneRank
+from engine.runner.device_runner import DeviceRunner
+from engine.runner.graphs import make_graphs
 from engine.runner.torch_runner import TorchRunner
-from engine.settings import CacheSettings, SchedulerSettings, SpeculationMethod, SpeculationSettings
-from tests.parity.place import careful
+from engine.settings import (
+    CacheSettings,
+    ExecutionSettings,
+    SchedulerSettings,
+    SpeculationMethod,
+    SpeculationSettings,
+)
+from tests.parity.place import DEVICE, careful
 from tests.parity.schedules import Finished
 
 SESSIONS = 8
@@ -55,6 +65,8 @@ class Cell:
     """Number of likely tokens whose log-probabilities every request asks for; 0 leaves it to chance whether it asks."""
     adapters: tuple[str, ...] = ()
     """Each request has one of these; none has one if it is empty."""
+    ahead: bool = False
+    """Whether steps are planned ahead on a CPU, too, and several run in one launch."""
 
 
 @dataclass
@@ -82,7 +94,13 @@ class Scored:
 class CellRun:
     """Drives one cell to its end. `finished` and `scored` are what must agree with transformers."""
 
-    def __init__(self, cell: Cell, target: LoadedModel, draft: LoadedModel | None) -> None:
+    def __init__(
+        self,
+        cell: Cell,
+        target: LoadedModel,
+        draft: LoadedModel | None,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self.cell = cell
         self.rng = random.Random(cell.seed)
         self.vocab_size = target.vocab_size
@@ -92,7 +110,10 @@ class CellRun:
         limits = SchedulerSettings(
             max_batch_tokens=48, chunk_size=5 if cell.chunked else 48, max_running=6, max_context_len=CONTEXT
         )
+        execution = ExecutionSettings(max_graph_tokens=12, decode_steps=3 if cell.ahead else 1)
         self.runner = build_runner(target, cache, draft, scheduler=limits, num_drafts=MOST_DRAFTS)
+        if cell.ahead and DEVICE.type == "cpu":
+            self.runner = planned_ahead(target, careful(self.runner), limits, execution)
         budget = HOST_PAGES[cell.page_size] * self.runner.facts.page_size_bytes
         budget += HOST_PAGES[cell.page_size] * self.runner.facts.window_page_size_bytes
         cache = CacheSettings(**{**_fields(cache), "host_size_bytes": budget})
@@ -100,7 +121,7 @@ class CellRun:
             cell.speculation, MOST_DRAFTS, ngram_size=2, row_cost=0.0, draft_cost=0.0
         )
         self.engine: LocalEngine = assemble_engine(
-            self.runner, cache, limits, speculation, frozenset(), self._take
+            self.runner, cache, limits, speculation, eos_token_ids, self._take, execution
         )
         self.histories: dict[str, list[int]] = {f"s{number}": [] for number in range(SESSIONS)}
         self.turns_left = dict.fromkeys(self.histories, TURNS)
@@ -264,6 +285,18 @@ class CellRun:
         if self.rng.random() < 0.33:
             return [3 + number % 7 for number in range(count)]
         return [self.rng.randrange(self.vocab_size) for _ in range(count)]
+
+
+def planned_ahead(
+    loaded: LoadedModel, runner: TorchRunner, limits: SchedulerSettings, execution: ExecutionSettings
+) -> DeviceRunner:
+    """The runner for GPUs around that for CPUs."""
+    pool, steps = runner._pool, StepLimits.of(limits, execution, MOST_DRAFTS)
+    attention = choose_attention("auto", pool, loaded.device)
+    graphs = make_graphs(loaded.device, wanted=True)
+    ahead = device_runner(loaded, runner, pool, attention, steps, graphs, execution, OneRank())
+    ahead.capture()
+    return ahead
 
 
 def poison(runner: TorchRunner, pages: Sequence[int], window_pages: Sequence[int]) -> None:

@@ -1,0 +1,62 @@
+"""Requests of every kind at once, under everything that tests/parity/test_matrix.py has, with steps planned ahead,
+failed steps, forks, and requests that go on where others were. Each token and each end is checked by
+tests/parity/expected_picks.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+
+from tests.parity.expected_picks import check_ended
+from tests.parity.matrix_cell import Cell
+from tests.parity.mixed_requests import MixedRun
+from tests.parity.test_matrix import WINDOW, Models, assert_scored, make_models
+
+CELLS = [
+    Cell(speculation, page_size, disturbed, disturbed, seed, ahead=ahead)
+    for seed, (speculation, page_size, disturbed, ahead) in enumerate(
+        product(("off", "ngram", "draft"), (1, 16), (False, True), (False, True)), 900
+    )
+]
+AT_EVERY_CHANGE = CELLS[1::11]
+
+
+@pytest.fixture(scope="module", params=[None, WINDOW], ids=["full", "windowed"])
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return make_models(request.param, tmp_path_factory)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(
+            cell,
+            id=f"{cell.speculation}-page{cell.page_size}{'-disturbed' * cell.chunked}{'-ahead' * cell.ahead}",
+            marks=[pytest.mark.slow] * (cell not in AT_EVERY_CHANGE),
+        )
+        for cell in CELLS
+    ],
+)
+def test_every_request_says_what_its_parameters_mean(models: Models, cell: Cell) -> None:
+    run = MixedRun(cell, models.target, models.draft if cell.speculation == "draft" else None)
+    run.run()
+    for ended in run.ended:
+        spec = ended.flight.spec
+        tokens = [*spec.history[: spec.history_len], *spec.new_tokens, *ended.flight.output]
+        with torch.inference_mode():
+            logits_TV = models.reference(torch.tensor([tokens])).logits[0].double().numpy()
+        try:
+            check_ended(ended, logits_TV)
+        except AssertionError as error:
+            raise AssertionError(f"seed {cell.seed}, {ended}: {error}") from error
+    assert_scored(models.reference, [each for each in run.scored if each.logprobs])
+    assert all(fork.result(0) >= 0 for fork in run.forks)
+    assert_covered(run.events)
+
+
+def assert_covered(events: Counter[str]) -> None:
+    for event in ("stop", "length", "abort", "resumed", "StepFailed"):
+        assert events[event] > 0, (event, events)
