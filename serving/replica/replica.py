@@ -36,6 +36,7 @@ from serving.replica.link_server import TICK_S, Emit, LinkServer
 from serving.replica.live_turn import EventMaker
 from serving.replica.mailbox import Mailbox
 from serving.replica.ordered_moves import OrderedMoves
+from serving.replica.pinned_calls import PinnedCalls
 from serving.replica.place import ReplicaPlace
 from serving.replica.session_host import SessionHost
 from serving.replica.session_offers import SessionOffers
@@ -48,34 +49,16 @@ from serving.settings.config import AppArgs
 from serving.settings.engine_args import ModelArgs
 from serving.text.text import TextProcessor
 from serving.trace.opening import open_spans, replica_traces
-from serving.watch.audit_reply import failed_audit, replica_audit
 from serving.watch.metrics import ReplicaMetrics
 from serving.wire.calls import (
-    Abort,
     AnyCall,
-    Audit,
-    CloseSession,
-    Describe,
-    Detokenize,
-    Drain,
-    Flush,
-    ForkSession,
-    GetModelInfo,
-    KeepNote,
-    MetricsText,
-    MoveSession,
-    PlantFault,
-    RewindSession,
     RunTurn,
-    SessionPlaces,
-    Tokenize,
     answer_of,
 )
 from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, once_up
 from serving.wire.errors import error_info, unavailable
 from serving.wire.turns import (
     ChatPrompt,
-    ErrorInfo,
     ModelInfo,
     SamplingDefaults,
     ServiceError,
@@ -141,7 +124,6 @@ class LLMReplica:
             on_loaded=self._metrics.session_loaded,
         )
         self._drain, self._heartbeats = self._drain_of(sessions, place.clock)
-        self._moves = OrderedMoves(self._replica_id, self._host, sessions, self._controller, self._tasks)
         constraints = ConstraintCompiler(self._text.tokenizer, self._engine.vocab_size)
         self._builder = RequestBuilder(self._engine, self._text, constraints)
         self._unnamed = UnnamedSessions(place.clock, args.sessions.unnamed.idle_timeout_s, self._engine)
@@ -155,6 +137,7 @@ class LLMReplica:
             clock=place.clock,
             unix_clock=place.unix_clock,
         )
+        self._calls = self._calls_of(sessions)
         self._metrics.read(replica_gauges(self._engine, sessions, self._unnamed, lambda: len(self._links)))
         self._watch = EngineWatch(self._engine, self._heartbeats, step_timeout_s=args.replicas.step_timeout_s)
         self._created = int(place.unix_clock())
@@ -215,6 +198,25 @@ class LLMReplica:
         )
         return drain, heartbeats
 
+    def _calls_of(self, sessions: SessionController) -> PinnedCalls:
+        return PinnedCalls(
+            self._replica_id,
+            self._engine,
+            host=self._host,
+            turns=self._turns,
+            empty_turns=self._empty_turns,
+            moves=OrderedMoves(self._replica_id, self._host, sessions, self._controller, self._tasks),
+            unnamed=self._unnamed,
+            drain=self._drain,
+            builder=self._builder,
+            kv_watch=self._kv_watch,
+            metrics=self._metrics,
+            describe=self._describe,
+            model_info=self._model_info,
+            engine_timeout_s=ENGINE_CALL_TIMEOUT_S,
+            faults=self._faults_to_plant() if self._args.debug.faults else None,
+        )
+
     def _faults_to_plant(self) -> ReplicaFaults:
         from serving.debug.replica_faults import ReplicaFaults  # loaded only where faults are on
 
@@ -226,7 +228,7 @@ class LLMReplica:
             await self._turn(call, emit)
             return
         try:
-            emit(answer_of(await self._answer(call)))
+            emit(answer_of(await self._calls.answer(call)))
         except (ControllerError, EngineError, ServiceError) as error:
             emit(answer_of(error_info(error)))
         except Exception as error:
@@ -251,63 +253,10 @@ class LLMReplica:
         finally:
             self._drain.answered()
 
-    async def _answer(self, call: AnyCall) -> Any:
-        match call:
-            case CloseSession():
-                return await self._host.close(call.session_id, call.epoch)
-            case ForkSession():
-                return await self._host.fork(call.parent_id, call.epoch, call.order)
-            case RewindSession():
-                return await self._empty_turns.rewind(call)
-            case MoveSession():
-                return await self._moves.move(call)
-            case KeepNote():
-                return await self._empty_turns.keep_note(call)
-            case Abort():
-                return self._turns.abort(call.request_id, call.tenant)
-            case Flush():
-                self._unnamed.forget_all()
-                async with asyncio.timeout(ENGINE_CALL_TIMEOUT_S):
-                    return await asyncio.wrap_future(self._engine.flush())
-            case Drain():
-                return await self._drain.order()
-            case Audit():
-                return await self._audit()
-            case Describe():
-                return self._describe()
-            case SessionPlaces():
-                async with asyncio.timeout(ENGINE_CALL_TIMEOUT_S):
-                    return await asyncio.wrap_future(self._engine.session_places(call.session_ids))
-            case MetricsText():
-                return self._metrics.render()
-            case PlantFault():
-                return await self._plant_fault(call)
-            case GetModelInfo():
-                return self._model_info()
-            case Tokenize():
-                return await self._builder.tokenize(
-                    call.prompt, call.add_special_tokens, with_token_strs=call.with_token_strs
-                )
-            case Detokenize():
-                return await self._builder.detokenize(call.token_ids, call.skip_special_tokens)
-        raise AssertionError(f"no answer to {type(call).__name__}")
-
-    async def _plant_fault(self, order: PlantFault) -> dict[str, Any]:
-        if self._faults is None:
-            raise ServiceError(ErrorInfo(403, "no_faults_here", "debug.faults is off", "debug.faults"))
-        return await self._faults.plant(order)
-
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """This replica's load. Ray Serve calls this if `replicas.autoscaling` is set."""
         stats = self._engine.stats()
         return ReplicaLoad(stats.running + stats.waiting, stats.kv_utilization).stats()
-
-    async def _audit(self) -> dict[str, Any]:
-        try:
-            report = await self._kv_watch.audit()
-        except (EngineError, TimeoutError) as error:
-            return failed_audit(self._replica_id, str(error) or "the engine did not answer")
-        return replica_audit(self._replica_id, report)
 
     def _model_info(self) -> ModelInfo:
         return ModelInfo(
@@ -368,7 +317,6 @@ class LLMReplica:
     async def _start(self, settle: Callable[[], None]) -> None:
         await asyncio.to_thread(_warm, self._text)
         settle()
-        self._faults = self._faults_to_plant() if self._args.debug.faults else None
         self._engine.start()
         serve_logger.info("replica %s: %s", self._replica_id, execution_line(self._engine))
         self._heartbeats.address = self._listener.open(self._links.frame_came)

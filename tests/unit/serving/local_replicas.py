@@ -53,7 +53,7 @@ class LocalReplicas(ReplicaCalls):
     async def call(self, replica_id: str, call: AnyCall, timeout_s: float | None = None) -> Any:
         try:
             async with asyncio.timeout(timeout_s):
-                return await self.rig_at(replica_id).answer(call)
+                return await self.rig_at(replica_id).calls.answer(call)
         except TimeoutError as error:
             raise ReplicaLate from error
         except (ControllerError, EngineError) as error:

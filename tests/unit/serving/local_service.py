@@ -25,13 +25,12 @@ from serving.front.turn_dispatch import TurnDispatcher
 from serving.text.text import TextProcessor
 from serving.trace.turn_traces import UNTRACED, FrontTraces
 from serving.watch.metrics import IngressMetrics
-from serving.wire.turns import ModelInfo, TurnCall, TurnEvent
+from serving.wire.turns import TurnCall, TurnEvent
 from tests.unit.serving.local_replicas import LocalReplicas
-from tests.unit.serving.replica_rig import VOCAB_SIZE, Rig, running_rig
+from tests.unit.serving.replica_rig import MODEL, VOCAB_SIZE, Rig, running_rig
 from tests.unit.serving.small_tokenizer import byte_level_tokenizer
 
 METRIC_LABELS = MappingProxyType({"cluster": "kedge", "model": "null-model"})
-MODEL = ModelInfo("null-model", "/models/null", "/models/null", 512, VOCAB_SIZE, 1_700_000_000, "hermes")
 
 
 class Alone(Siblings):

@@ -40,6 +40,7 @@ from serving.replica.kv_watch import KVWatch
 from serving.replica.live_turn import EventMaker
 from serving.replica.mailbox import Mailbox
 from serving.replica.ordered_moves import OrderedMoves
+from serving.replica.pinned_calls import PinnedCalls
 from serving.replica.replica import replica_figures
 from serving.replica.session_host import SessionHost
 from serving.replica.session_offers import SessionOffers
@@ -51,27 +52,9 @@ from serving.replica.unnamed_sessions import UnnamedSessions
 from serving.settings.config import MetricsArgs
 from serving.text.text import TextProcessor
 from serving.trace.opening import replica_traces
-from serving.watch.audit_reply import replica_audit
 from serving.watch.metrics import ReplicaMetrics
 from serving.watch.registry import NO_LABELS
-from serving.wire.calls import (
-    Abort,
-    AnyCall,
-    Audit,
-    CloseSession,
-    Describe,
-    Detokenize,
-    Drain,
-    Flush,
-    ForkSession,
-    KeepNote,
-    MetricsText,
-    MoveSession,
-    RewindSession,
-    SessionPlaces,
-    Tokenize,
-)
-from serving.wire.turns import SessionTurn, TokenPrompt, TurnCall, TurnEvent
+from serving.wire.turns import ModelInfo, SessionTurn, TokenPrompt, TurnCall, TurnEvent
 from tests.unit.engine.driver import ADAPTERS
 from tests.unit.engine.null_runner import EOS_TOKEN_ID, NullRunner
 
@@ -80,6 +63,7 @@ if TYPE_CHECKING:
 
 VOCAB_SIZE = 1000
 REPLICA_ID = "replica-a"
+MODEL = ModelInfo("null-model", "/models/null", "/models/null", 512, VOCAB_SIZE, 1_700_000_000, "hermes")
 OFF = SpeculationSettings()
 WAIT_S = 20.0
 """How long a test waits for something that must happen at once."""
@@ -271,6 +255,7 @@ class Rig:
             unix_clock=lambda: self.unix_clock(),
             traces=replica_traces(spans, replica_id),
         )
+        self.calls = self._pinned_calls()
 
     def _hold_sessions(self, drain_clock: Callable[[], float], tokens_per_s: float) -> None:
         calls: Any = self.controller
@@ -298,6 +283,24 @@ class Rig:
         )
         self.heartbeats = Heartbeats(
             self.replica_id, self.engine, self.sessions, calls, self.host, self.offers, self.drain
+        )
+
+    def _pinned_calls(self) -> PinnedCalls:
+        return PinnedCalls(
+            self.replica_id,
+            self.engine,
+            host=self.host,
+            turns=self.turns,
+            empty_turns=self.empty_turns,
+            moves=self.moves,
+            unnamed=self.unnamed,
+            drain=self.drain,
+            builder=self.builder,
+            kv_watch=self.kv_watch,
+            metrics=self.metrics,
+            describe=lambda: replica_figures(self.replica_id, self.turns.num_live, 0, self.engine),
+            model_info=lambda: MODEL,
+            engine_timeout_s=WAIT_S,
         )
 
     def _kv_watch(self) -> KVWatch:
@@ -339,42 +342,6 @@ class Rig:
         finally:
             turn.cancel()
             await asyncio.wait([turn])
-
-    async def answer(self, call: AnyCall) -> Any:
-        """The answer to a pinned call, as LLMReplica gives it. Raises ControllerError and EngineError."""
-        match call:
-            case CloseSession():
-                return await self.host.close(call.session_id, call.epoch)
-            case ForkSession():
-                return await self.host.fork(call.parent_id, call.epoch, call.order)
-            case RewindSession():
-                return await self.empty_turns.rewind(call)
-            case MoveSession():
-                return await self.moves.move(call)
-            case KeepNote():
-                return await self.empty_turns.keep_note(call)
-            case Abort():
-                return self.turns.abort(call.request_id, call.tenant)
-            case Flush():
-                self.unnamed.forget_all()
-                return await asyncio.wrap_future(self.engine.flush())
-            case Drain():
-                return await self.drain.order()
-            case Audit():
-                return replica_audit(self.replica_id, await asyncio.wrap_future(self.engine.audit()))
-            case Describe():
-                return replica_figures(self.replica_id, self.turns.num_live, 0, self.engine)
-            case SessionPlaces():
-                return await asyncio.wrap_future(self.engine.session_places(call.session_ids))
-            case MetricsText():
-                return self.metrics.render()
-            case Tokenize():
-                return await self.builder.tokenize(
-                    call.prompt, call.add_special_tokens, with_token_strs=call.with_token_strs
-                )
-            case Detokenize():
-                return await self.builder.detokenize(call.token_ids, call.skip_special_tokens)
-        raise AssertionError(f"no answer to {type(call).__name__}")
 
     async def begun(self, count: int = 1) -> None:
         """Waits until at least `count` turns are at the engine."""
