@@ -19,7 +19,7 @@ from engine.models.loader import LoadedModel, load_model
 from engine.settings import ModelSettings, SpeculationMethod
 from tests.parity.matrix_cell import Cell, CellRun
 from tests.parity.place import DEVICE
-from tests.parity.test_deterministic import SinglePasses
+from tests.parity.test_deterministic import SinglePasses, cells_of
 from tests.parity.test_matrix import TINY, assert_scored
 from tests.parity.test_schedules import assert_greedy
 from tests.unit.engine.models.peft_adapters import adapted, running
@@ -108,9 +108,12 @@ def test_adapters_change_the_tokens(models: Models, tmp_path: Path) -> None:  # 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", CELLS, ids=name_of)
+@pytest.mark.parametrize(
+    ("models", "cell"),
+    cells_of(FAMILIES, 700, top=int(TINY["vocab_size"]), adapters=OF_A_CELL),  # type: ignore[call-overload]
+    indirect=["models"],
+)
 def test_what_ran_beside_a_request_changes_no_bit_of_it(models: Models, cell: Cell) -> None:
-    cell = replace(cell, top=int(TINY["vocab_size"]))  # type: ignore[call-overload]
     run = CellRun(cell, models.exact, models.draft if cell.speculation == "draft" else None)
     run.run()
     passes = SinglePasses(models.exact, cell.page_size)
