@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,15 @@ from tests.unit.engine.cpu.builds import every_build, kernels_of
 CPU = torch.device("cpu")
 
 
+@functools.cache
+def reference(
+    seed: int, page_size: int, contiguous: bool, most_queries: int, kind: str, latent: bool = False
+) -> list[torch.Tensor]:
+    """What the reference gives for a scene: for all builds once, because it takes longer than they do."""
+    scene = Scene(seed, page_size, contiguous, most_queries, latent=latent)
+    return list(scene.run(ReferenceAttention, kind))
+
+
 @pytest.mark.parametrize("kind", ["plain", "sinks", "cap and sinks"])
 @pytest.mark.parametrize("most_queries", [1, 9, LONGEST], ids=["decode", "verify", "extend"])
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "scattered"])
@@ -29,7 +39,7 @@ def test_equals_the_reference(
 ) -> None:
     kernels = kernels_of(variant)
     for seed in range(6):
-        expected = Scene(seed, page_size, contiguous, most_queries).run(ReferenceAttention, kind)
+        expected = reference(seed, page_size, contiguous, most_queries, kind)
         got = Scene(seed, page_size, contiguous, most_queries).run(
             lambda pool: CpuAttention(pool, kernels), kind
         )
@@ -45,9 +55,9 @@ def test_equals_the_reference(
 def test_latents_equal_the_reference(variant: str, page_size: int, most_queries: int, kind: str) -> None:
     kernels = kernels_of(variant)
     for seed in range(6):
-        expected, got = (
-            Scene(seed, page_size, False, most_queries, latent=True).run(make, kind)
-            for make in (ReferenceAttention, lambda pool: CpuAttention(pool, kernels))
+        expected = reference(seed, page_size, False, most_queries, kind, latent=True)
+        got = Scene(seed, page_size, False, most_queries, latent=True).run(
+            lambda pool: CpuAttention(pool, kernels), kind
         )
         for layer, (one, other) in enumerate(zip(expected, got, strict=True)):
             assert one.isfinite().all()
@@ -96,6 +106,12 @@ def decoded(
     return backend.begin(*planned(NEW, lengths))(0, q_NHD, kv_NJKD, traits)
 
 
+@functools.cache
+def decoded_by_the_reference(layout: KVLayout, heads: int, window: int | None, sinks: bool) -> torch.Tensor:
+    """For all builds and numbers of threads once."""
+    return decoded(ReferenceAttention(poisoned(layout)), layout, heads, window, sinks)
+
+
 @pytest.mark.parametrize("most_queries", [1, 9, LONGEST], ids=["decode", "verify", "extend"])
 @every_build
 def test_a_sink_of_nothing_is_none(variant: str, most_queries: int) -> None:
@@ -128,7 +144,7 @@ def test_long_histories_of_many_heads(
     shapes = ((5, 5, None), (8, 1, None), (14, 2, None), (6, 2, 400), (4, 2, 7), (19, 1, None), (24, 2, 500))
     for heads, kv_heads, window in shapes:
         layout = KVLayout(kv_heads, dim, (None,))
-        expected = decoded(ReferenceAttention(poisoned(layout)), layout, heads, window, sinks)
+        expected = decoded_by_the_reference(layout, heads, window, sinks)
         got = decoded(CpuAttention(poisoned(layout), kernels), layout, heads, window, sinks)
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 
@@ -143,7 +159,7 @@ def test_long_histories_of_latents(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     layout = KVLayout(1, dim, (None,), latent_dim)
     for heads, window, sinks in ((3, None, False), (16, None, False), (16, 700, True), (40, None, True)):
-        expected = decoded(ReferenceAttention(poisoned(layout)), layout, heads, window, sinks)
+        expected = decoded_by_the_reference(layout, heads, window, sinks)
         got = decoded(CpuAttention(poisoned(layout), kernels), layout, heads, window, sinks)
         torch.testing.assert_close(got, expected, atol=5e-5, rtol=5e-5)
 
