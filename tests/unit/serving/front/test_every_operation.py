@@ -15,7 +15,7 @@ from tests.unit.serving.served_service import ServedService, served_service
 
 CASES = 3
 """How many valid and how many invalid calls of each operation a round makes."""
-LONG_RUN_S = 45.0
+LONG_RUN_S = 20.0
 GENERATING = {
     f"POST {path}"
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate")
