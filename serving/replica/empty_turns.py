@@ -5,6 +5,7 @@ from __future__ import annotations
 from controllers.errors import ControllerError
 from controllers.session import SessionController
 from controllers.turns import Turn
+from serving.background import BackgroundTasks
 from serving.replica.ending_turns import EndingTurns
 from serving.replica.session_host import SessionHost
 from serving.replica.turn_commits import TurnCommits
@@ -17,12 +18,18 @@ class EmptyTurns:
     """Commits empty turns, each once per key. One that has begun completes even if its caller is cancelled."""
 
     def __init__(
-        self, sessions: SessionController, host: SessionHost, commits: TurnCommits, ending: EndingTurns
+        self,
+        sessions: SessionController,
+        host: SessionHost,
+        commits: TurnCommits,
+        ending: EndingTurns,
+        tasks: BackgroundTasks,
     ) -> None:
         self._sessions = sessions
         self._host = host
         self._commits = commits
         self._ending = ending
+        self._tasks = tasks
 
     async def rewind(self, call: RewindSession) -> None:
         """Keeps the first committed tokens: commits a turn that starts behind them. Raises ControllerError."""
@@ -62,5 +69,6 @@ class EmptyTurns:
             await self._host.let_go(turn)
             raise
         self._sessions.commit_turn(turn, record)
-        await self._host.cut_kv(turn.session_id, turn.history_len)
+        # The engine cuts the KV before it takes the next turn's request. So nobody need wait for a step of the engine.
+        self._tasks.start(self._host.cut_kv(turn.session_id, turn.history_len))
         await self._host.turn_ended(turn.session_id)

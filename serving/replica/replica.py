@@ -168,7 +168,7 @@ class LLMReplica:
             unix_clock=place.unix_clock,
             traces=replica_traces(self._spans, self._replica_id),
         )
-        return turns, EmptyTurns(sessions, self._host, commits, ending)
+        return turns, EmptyTurns(sessions, self._host, commits, ending, self._tasks)
 
     def _drain_of(
         self, sessions: SessionController, clock: Callable[[], float]

@@ -174,12 +174,9 @@ class SessionHost:
         await self._end_quietly(session_id)
         return True
 
-    async def cut_kv(self, session_id: str, length: int) -> None:
-        """Frees the session's KV past `length` tokens. Like `_free_kv` it only frees memory."""
-        try:
-            await self._from_engine(self._engine.rewind_session(session_id, length))
-        except (EngineError, TimeoutError) as error:
-            logger.warning("session %s: KV not cut: %r", session_id, error)
+    def cut_kv(self, session_id: str, length: int) -> Coroutine[Any, Any, None]:
+        """Frees the session's KV past `length` tokens, see `_freed_by`."""
+        return self._freed_by(session_id, lambda: self._engine.rewind_session(session_id, length))
 
     async def expire_idle(self) -> None:
         """Ends sessions that are past their idle timeout or to be closed, but never one with a turn in flight."""
@@ -282,10 +279,14 @@ class SessionHost:
             logger.warning("session %s: not closed in the ledger: %s", session_id, error)
 
     def _free_kv(self, session_id: str) -> Coroutine[Any, Any, None]:
-        """Frees the session's KV. This only frees memory: the engine uses leftover KV only as far as it matches the
-        history. The engine is asked at once; awaiting the result waits until it has done it."""
+        """Frees the session's KV, see `_freed_by`."""
+        return self._freed_by(session_id, lambda: self._engine.close_session(session_id))
+
+    def _freed_by(self, session_id: str, ask: Callable[[], Future[None]]) -> Coroutine[Any, Any, None]:
+        """Frees KV. This only frees memory: the engine uses leftover KV only as far as it matches the history. The
+        engine is asked at once; awaiting the result waits until it has done it."""
         try:
-            return self._freed(session_id, self._engine.close_session(session_id))
+            return self._freed(session_id, ask())
         except EngineError as error:
             refused: Future[None] = Future()
             refused.set_exception(error)

@@ -236,7 +236,7 @@ class Rig:
         self.kv_watch = self._kv_watch()
         commits = TurnCommits(calls, self.metrics, patience_s=commit_patience_s)
         ending = EndingTurns(self.tasks)
-        self.empty_turns = EmptyTurns(self.sessions, self.host, commits, ending)
+        self.empty_turns = EmptyTurns(self.sessions, self.host, commits, ending, self.tasks)
         self.turns = TurnRunner(
             engine=self.engine,
             sessions=self.sessions,

@@ -32,7 +32,7 @@ from serving.replica import session_host
 from serving.replica.replica import execution_line, replica_figures
 from serving.wire.calls import RewindSession
 from tests.unit.engine.null_runner import null_generate
-from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, call, running_rig, tokens_of
+from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, WAIT_S, Rig, call, running_rig, tokens_of
 
 AT_ONCE_S = 1e-6
 KEPT = {"whole": [1, 2], "cut": [3], "after": [4]}
@@ -288,15 +288,16 @@ async def test_a_session_that_is_used_while_others_end_goes_on(
         assert [entry.session_id for entry in rig.controller.cluster.sessions()] == ["used"]
 
 
-async def test_a_turn_after_a_rewind_does_not_wait_for_the_engine_to_cut_kv(
+async def test_neither_a_rewind_nor_a_turn_after_it_waits_for_the_engine_to_cut_kv(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     epoch = rig.open_session("s")
     history = [1, *tokens_of(await rig.run(call([1], "s"), epoch))]
     with monkeypatch.context() as patched:
         patched.setattr(rig.engine, "rewind_session", lambda *_: Future())
-        await rig.empty_turns.rewind(RewindSession("s", epoch, 3))
-        events = await rig.run(call([2], "s"), epoch)
+        async with asyncio.timeout(WAIT_S / 2):  # the engine never does, and is waited for WAIT_S
+            await rig.empty_turns.rewind(RewindSession("s", epoch, 3))
+            events = await rig.run(call([2], "s"), epoch)
     assert tokens_of(events) == null_generate([*history[:3], 2], 8, VOCAB_SIZE)
     assert events[-1].cached_tokens == 3
 
