@@ -29,7 +29,7 @@ NO_GRAFANA = "Grafana is not installed, so there are no boards"
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--kedge", default=f"{HOST}:8000", help="host:port of Kedge")
+    parser.add_argument("--kedge", type=place, default=f"{HOST}:8000", help="host:port of Kedge")
     parser.add_argument("--prometheus-port", type=int, default=9090)
     parser.add_argument("--grafana-port", type=int, default=3000)
     parser.add_argument("--data", type=Path, default=Path(".kedge/monitoring"))
@@ -66,6 +66,14 @@ def main(arguments: list[str]) -> int:
             process.terminate()
         for process in started:
             process.wait(STOP_TIMEOUT_S)
+
+
+def place(text: str) -> str:
+    """A host and a port, as Prometheus wants a target. Raises ArgumentTypeError for anything else, such as a URL."""
+    host, _, port = text.rpartition(":")
+    if not host or "/" in text or not port.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not host:port, for example {HOST}:8000")
+    return text
 
 
 def grafana_command() -> list[str] | None:

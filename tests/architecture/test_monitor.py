@@ -75,6 +75,14 @@ def test_one_line_says_where_it_is_and_the_rules_are_loaded(tmp_path: Path) -> N
         urllib.request.urlopen(f"http://127.0.0.1:{port}/-/ready", timeout=5.0)
 
 
+@pytest.mark.parametrize("given", ["http://127.0.0.1:8000", "127.0.0.1", "127.0.0.1:8000/metrics"])
+def test_a_kedge_that_is_not_a_host_and_a_port_is_refused_by_name(given: str) -> None:
+    """Prometheus refused it only in its own log."""
+    done = subprocess.run([sys.executable, str(MONITOR), "--kedge", given], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"argument --kedge: '{given}' is not host:port, for example 127.0.0.1:8000" in done.stderr
+
+
 def test_without_prometheus_a_sentence_says_what_is_missing(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(MONITOR)],
