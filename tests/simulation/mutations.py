@@ -292,20 +292,6 @@ def _epochs_begin_anew() -> Patches:
     return [patch.object(controllers.sqlite_store, "_epoch_floor", lambda _: 0)]
 
 
-def _ledger_before_log() -> Patches:
-    """The ledger moves a session before the log has the move, and keeps the move if the log does not answer."""
-    real = Cluster._move_to
-
-    def move_to(self: Cluster, entry: Any, replica_id: str) -> Any:
-        try:
-            return real(self, entry, replica_id)
-        except StoreError:
-            self._ledger.transfer(entry.session_id, replica_id)
-            raise
-
-    return [patch.object(Cluster, "_move_to", move_to)]
-
-
 def _closes_that_wait_are_not_in_the_log() -> Patches:
     """Only the replica knows that a session is to be closed when its turn has ended."""
     return [patch.object(Cluster, "close_after", lambda *_: None)]
@@ -330,7 +316,6 @@ MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyType(
         "a channel tells again": _channels_tell_again,
         "abandoned turns stay in flight": _abandoned_turns_stay,
         "epochs begin anew": _epochs_begin_anew,
-        "the ledger is written before the log": _ledger_before_log,
         "a close that waits is not in the log": _closes_that_wait_are_not_in_the_log,
         **EPOCH_MUTATIONS,
         **PLANNED_MUTATIONS,
