@@ -50,20 +50,10 @@ from serving.settings.engine_args import ModelArgs
 from serving.text.text import TextProcessor
 from serving.trace.opening import open_spans, replica_traces
 from serving.watch.metrics import ReplicaMetrics
-from serving.wire.calls import (
-    AnyCall,
-    RunTurn,
-    answer_of,
-)
+from serving.wire.calls import AnyCall, RunTurn, answer_of
 from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, once_up
 from serving.wire.errors import error_info, unavailable
-from serving.wire.turns import (
-    ChatPrompt,
-    ModelInfo,
-    SamplingDefaults,
-    ServiceError,
-    TurnEvent,
-)
+from serving.wire.turns import ChatPrompt, ModelInfo, SamplingDefaults, ServiceError, TurnEvent
 
 if TYPE_CHECKING:
     from serving.debug.replica_faults import ReplicaFaults
@@ -242,9 +232,8 @@ class LLMReplica:
             self._metrics.turn_ended("moved")
             emit(TurnEvent(error=unavailable("the replica is drained")))
             return
-        CALL_FACTS.set(
-            CallFacts.at_replica(call.turn, self._replica_id, call.epoch)
-        )  # each call runs in its own task
+        # Each call runs in a task of its own.
+        CALL_FACTS.set(CallFacts.at_replica(call.turn, self._replica_id, call.epoch))
         try:
             emit(await self._turns.run(call.turn, call.epoch, emit))
         except Exception as error:
@@ -321,9 +310,8 @@ class LLMReplica:
         serve_logger.info("replica %s: %s", self._replica_id, execution_line(self._engine))
         self._heartbeats.address = self._listener.open(self._links.frame_came)
         controller, sessions = self._args.controller, self._args.sessions
-        for shard in range(
-            controller.shards
-        ):  # each by itself: a shard that does not answer must not delay others
+        # Each by itself: a shard that does not answer must not delay others.
+        for shard in range(controller.shards):
             beat = partial(self._heartbeats.beat, shard)
             self._tasks.every(controller.heartbeat_interval_s, beat, timeout_s=controller.replica_timeout_s)
         self._tasks.every(sessions.sweep_interval_s, self._host.expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)

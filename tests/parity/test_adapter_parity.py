@@ -110,7 +110,7 @@ def test_adapters_change_the_tokens(models: Models, tmp_path: Path) -> None:  # 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("models", "cell"),
-    cells_of(FAMILIES, 700, top=int(TINY["vocab_size"]), adapters=OF_A_CELL),  # type: ignore[call-overload]
+    cells_of(FAMILIES, 700, top=int(TINY["vocab_size"]), adapters=OF_A_CELL),
     indirect=["models"],
 )
 def test_what_ran_beside_a_request_changes_no_bit_of_it(models: Models, cell: Cell) -> None:

@@ -15,9 +15,10 @@ from rich.console import Console
 from serving.cli.commands.failure import one_line_errors
 from serving.cli.start.environment import Proxy, default_proxy, serve_environment
 from serving.cli.start.errors import StartError
+from serving.cli.start.listening_place import ListeningPlace
 from serving.cli.start.operating_system import check_system
 from serving.cli.start.ray_cluster import check_cluster
-from serving.cli.start.readiness import Expected, Place, answers_already, expected_of, say_when_ready
+from serving.cli.start.readiness import Expected, answers_already, expected_of, say_when_ready
 
 ADDRESS_HELP = (
     "host:port of the Ray cluster to serve on. The default is RAY_ADDRESS; without it, the cluster that `ray start`"
@@ -67,7 +68,7 @@ def serve(
     serve_main(arguments, prog_name="serve")
 
 
-def _checked(config: Path, began_s: float, *, as_json: bool) -> tuple[Expected, list[Place]]:
+def _checked(config: Path, began_s: float, *, as_json: bool) -> tuple[Expected, list[ListeningPlace]]:
     """Checks the settings as `python -m serving.settings.config` does. Also returns where calls are to be taken, by Ray
     Serve and for operators. Raises StartError."""
     import yaml  # imported here, so that other commands start fast
@@ -88,7 +89,9 @@ def _checked(config: Path, began_s: float, *, as_json: bool) -> tuple[Expected, 
         raise StartError(f"{config}: {error}") from error
     listens = [("http_options.port", file.http_host, file.http_port)]
     listens += [("args.ingress.operator_port", each.operator_host, each.operator_port) for each in ingresses]
-    return expected, [Place(setting, host, port) for setting, host, port in listens if port is not None]
+    return expected, [
+        ListeningPlace(setting, host, port) for setting, host, port in listens if port is not None
+    ]
 
 
 def _say_when_ready(expected: Expected) -> None:

@@ -1,12 +1,9 @@
-"""What `kedge serve` should reach when it is ready, whether that place is free, and the process beside it that reports
-when it is reached (ready_line.py)."""
+"""What `kedge serve` should reach when it is ready, and the process beside it that reports this (ready_line.py)."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -34,29 +31,6 @@ class Expected:
     replicas: int
     began_s: float
     as_json: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where calls are to be taken, and the setting that says so."""
-
-    setting: str
-    host: str
-    port: int
-
-    def check_free(self) -> None:
-        """Raises StartError if somebody listens there. Ray would report that in hundreds of lines. Any other reason why
-        this process cannot listen there says nothing of Ray's."""
-        try:
-            with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((self.host, self.port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise StartError(
-                    f"{self.setting}: another server, maybe an earlier kedge, listens at {self.host}:{self.port}."
-                    " Stop it, or set another port"
-                ) from error
 
 
 def expected_of(document: Mapping[str, Any], args: Any, began_s: float, *, as_json: bool) -> Expected:

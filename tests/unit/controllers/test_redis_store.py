@@ -4,7 +4,6 @@ failures lead to."""
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -92,7 +91,6 @@ def test_a_closed_session_leaves_nothing(redis_server: RedisServer, log: RedisLo
     assert left == {b"layout", b"writers", b"alive:cluster", b"epoch_floor"}
 
 
-@pytest.mark.skipif(shutil.which("redis-cli") is None, reason="redis-cli is not installed")
 def test_the_documented_command_forgets_all_sessions(
     redis_server: RedisServer, log: RedisLogSettings
 ) -> None:

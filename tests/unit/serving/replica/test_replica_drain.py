@@ -14,7 +14,7 @@ from controllers.errors import NoReplica, StoreError
 from controllers.records import SessionStatus
 from controllers.turns import Turn
 from serving.replica import drain
-from serving.replica.drain import DRAIN_AGAIN_S, LAST_ANSWERS_S, DrainState, HandOvers
+from serving.replica.drain import DRAIN_AGAIN_S, LAST_ANSWERS_S, DrainState, HandOvers, ReplicaDrain
 from serving.replica.session_offers import Offered
 from tests.unit.controllers.manual_clock import ManualClock
 from tests.unit.engine.null_runner import null_generate
@@ -71,6 +71,15 @@ async def served(up: Failover) -> Failover:
 def owners(served: Failover) -> str:
     """The owners of the three sessions, in order."""
     return "".join(next(e.replica_id for e in served.cluster.sessions() if e.session_id == n) for n in NAMES)
+
+
+async def drained_without_takers(served: Failover, clock: ManualClock) -> ReplicaDrain:
+    """The drain of "a" after a round in which all sessions might go, and "b" is away."""
+    a = served.rigs[0].drain
+    clock.advance(DRAIN_WITHIN_S)
+    served.cluster.report_unreachable("b", True)
+    await a.hand_over()
+    return a
 
 
 async def test_turns_that_begin_move_one_at_a_time(served: Failover, clock: ManualClock) -> None:
@@ -265,20 +274,14 @@ class TestStates:
     async def test_the_end_does_not_wait_where_nobody_takes_them(
         self, served: Failover, clock: ManualClock
     ) -> None:
-        a = served.rigs[0].drain
-        clock.advance(DRAIN_WITHIN_S)
-        served.cluster.report_unreachable("b", True)
-        await a.hand_over()
+        a = await drained_without_takers(served, clock)
         await asyncio.wait_for(a.retire(3600.0), WAIT_S)
         assert owners(served) == "aaa"
 
     async def test_whether_anybody_takes_them_is_what_the_last_round_found(
         self, served: Failover, clock: ManualClock
     ) -> None:
-        a = served.rigs[0].drain
-        clock.advance(DRAIN_WITHIN_S)
-        served.cluster.report_unreachable("b", True)
-        await a.hand_over()
+        a = await drained_without_takers(served, clock)
         assert not a.hands_over
         served.controller.failures["offer_session"] = [StoreError("away")]
         await a.hand_over()
