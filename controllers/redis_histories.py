@@ -60,10 +60,6 @@ class RedisHistories:
         turns = _Turns.parse(fields)
         return self._segments.line(turns.base) + self._own(entry, former, turns)
 
-    def starts(self, fields: dict[bytes, bytes]) -> dict[int, int]:
-        """Where the session's own turns begin, by index. `fields` is the second answer to `reads`."""
-        return {index: start for index, start, _ in _Turns.parse(fields).by_turn}
-
     def read(self, entry: LedgerEntry) -> bytes:
         return self.history(entry, *self._log.read(*self.reads(entry.session_id)))
 

@@ -8,11 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from controllers.errors import StoreError
 from controllers.log_cipher import LogCipher
 from controllers.records import LedgerEntry, TurnNote, TurnRecord
 from controllers.redis_log import Command
 from controllers.redis_segments import LogReader
-from controllers.turn_notes import counting, decode_note, encode_note, has_note, inherited, note_of
+from controllers.turn_notes import (
+    counting,
+    decode_note,
+    encode_note,
+    has_note,
+    inherited,
+    note_of,
+    num_within,
+)
+
+MOST_IN_PAGE = 1000
+"""A script cannot pass on many more words in one command."""
 
 
 class RedisNotes:
@@ -24,15 +36,29 @@ class RedisNotes:
         """The command whose answer `notes` needs."""
         return ("HGETALL", self._key(session_id))
 
-    def notes(
-        self, entry: LedgerEntry, fields: Mapping[bytes, bytes], starts: Mapping[int, int]
-    ) -> list[TurnNote]:
-        """The notes that count. `starts` says where turns begin, by index: earlier versions write turns without a
-        note."""
-        notes = {note.turn_index: note for note in self._parsed(entry.session_id, fields)}
-        unsaid = (TurnNote(at, start, start, start) for at, start in starts.items() if at not in notes)
-        found = counting((*notes.values(), *unsaid), entry.tokens)
-        return [note for note in found if note.turn_index in notes and note.turn_index < entry.turns]
+    def notes(self, entry: LedgerEntry, fields: Mapping[bytes, bytes]) -> list[TurnNote]:
+        """The notes that count."""
+        return self._counting(entry, self._parsed(entry.session_id, fields))
+
+    def read(self, entry: LedgerEntry) -> list[TurnNote]:
+        """The notes that count."""
+        return self._counting(entry, self.stored(entry.session_id))
+
+    def page(self, entry: LedgerEntry, after: int | None, room: int) -> list[TurnNote]:
+        """Those of turns after `after` (None: from the first) that fit into `room` bytes, but at least one. Reads no
+        others."""
+        key = self._key(entry.session_id)
+        (fields,) = self._log.read(("HKEYS", key))
+        turns = sorted(turn for turn in map(int, fields) if after is None or turn > after)[:MOST_IN_PAGE]
+        if not turns:
+            return []
+        sizes = self._log.read(*(("HSTRLEN", key, turn) for turn in turns))
+        del turns[num_within(sizes, room) :]
+        (stored,) = self._log.read(("HMGET", key, *turns))
+        if None in stored:
+            raise StoreError("session log: a note was deleted while it was read")
+        notes = (self._note(entry.session_id, *each) for each in zip(turns, stored, strict=True))
+        return self._counting(entry, notes)
 
     def opened(self, session_id: str) -> Command:
         """Deletes leftovers of a closed session of this name: an earlier version leaves keys that it does not know."""
@@ -78,6 +104,10 @@ class RedisNotes:
     def _set(self, session_id: str, note: TurnNote) -> Command:
         stored = self._cipher.encrypt(encode_note(note), _place(session_id, note.turn_index))
         return ("HSET", self._key(session_id), note.turn_index, stored)
+
+    def _counting(self, entry: LedgerEntry, notes: Iterable[TurnNote]) -> list[TurnNote]:
+        """Notes of later turns than the session has are leftovers of a failover of Redis that lost part of a change."""
+        return counting((note for note in notes if note.turn_index < entry.turns), entry.tokens)
 
     def _parsed(self, session_id: str, fields: Mapping[bytes, bytes]) -> list[TurnNote]:
         return [self._note(session_id, int(field), stored) for field, stored in fields.items()]

@@ -108,7 +108,7 @@ class RedisSessionStore:
             check_fork(parent.entry, length)
             forked = replace(record, tools=parent.tools, model=parent.model)
             commands, guards = self._histories.forked(parent.entry, record.session_id, length)
-            said = self._notes.forked(parent.entry, self._noted(parent.entry), record.session_id, length)
+            said = self._notes.forked(parent.entry, self._notes.read(parent.entry), record.session_id, length)
             return forked, length, [*commands, *said], {**guards, self._key(parent_id): text}
 
         return self._add(child)[1]
@@ -146,12 +146,15 @@ class RedisSessionStore:
         )
         session = self._checked(session_id, found)
         tokens = self._histories.history(session.entry, former, turns)
-        said = self._notes.notes(session.entry, notes, self._histories.starts(turns))
+        said = self._notes.notes(session.entry, notes)
         kept = self._answers.kept(session, results, {note.turn_index: note.end_len for note in said})
         return session.entry.record(tokens, kept, session.tools, session.model, said)
 
     def notes(self, session_id: str) -> list[TurnNote]:
-        return self._noted(self._own(session_id)[0].entry)
+        return self._notes.read(self._own(session_id)[0].entry)
+
+    def notes_after(self, session_id: str, turn_index: int | None, room: int) -> list[TurnNote]:
+        return self._notes.page(self._own(session_id)[0].entry, turn_index, room)
 
     def forget_note(self, session_id: str, turn_index: int) -> None:
         def forgotten(session: StoredSession) -> tuple[list[Command], Guards]:
@@ -393,12 +396,6 @@ class RedisSessionStore:
         session = replace(session, entry=entry, last=identity(record), **set_by(record))
         session, answer = self._answers.appended(session, record)
         return [*commands, *answer, self._set(session)], guards
-
-    def _noted(self, entry: LedgerEntry) -> list[TurnNote]:
-        notes, _, turns = self._log.read(
-            self._notes.reads(entry.session_id), *self._histories.reads(entry.session_id)
-        )
-        return self._notes.notes(entry, notes, self._histories.starts(turns))
 
     def _sessions(self, session_ids: list[str]) -> Iterator[StoredSession]:
         """The sessions with these ids, except those that have been closed meanwhile. One that cannot be read, for

@@ -30,17 +30,7 @@ class SessionNotes:
         key = session_key(tenant, session_id)
         self._ledger.get(key)
         with self._claims.changing(key), self._stats.timed("notes"):
-            notes = self._store.notes(key)
-        page: list[TurnNote] = []
-        room = PAGE_BYTES
-        for note in notes:
-            if after is not None and note.turn_index <= after:
-                continue
-            room -= len(note.note)
-            if page and room < 0:
-                break
-            page.append(note)
-        return page
+            return list(self._store.notes_after(key, after, PAGE_BYTES))
 
     def forget(self, session_id: str, tenant: str, turn_index: int) -> None:
         """Deletes what a turn's note says, and its kept answer. A turn without a note is fine."""

@@ -8,7 +8,18 @@ from dataclasses import replace
 
 from controllers.log_cipher import LogCipher
 from controllers.records import LedgerEntry, TurnNote, TurnRecord
-from controllers.turn_notes import counting, decode_note, encode_note, has_note, inherited, note_of
+from controllers.turn_notes import (
+    counting,
+    decode_note,
+    encode_note,
+    has_note,
+    inherited,
+    note_of,
+    num_within,
+)
+
+FIRST = -(2**63)
+"""Before the turns of any session and of its parents."""
 
 
 class SqliteNotes:
@@ -32,6 +43,23 @@ class SqliteNotes:
         rows = db.execute(
             "SELECT turn_index, note FROM notes WHERE session_id = ? ORDER BY turn_index", (entry.session_id,)
         ).fetchall()
+        return counting((self._note(entry.session_id, *row) for row in rows), entry.tokens)
+
+    def page(
+        self, db: sqlite3.Connection, entry: LedgerEntry, after: int | None, room: int
+    ) -> list[TurnNote]:
+        """Those of turns after `after` (None: from the first) that fit into `room` bytes, but at least one. Reads no
+        others."""
+        later = (entry.session_id, FIRST if after is None else after)
+        sizes = db.execute(
+            "SELECT length(note) FROM notes WHERE session_id = ? AND turn_index > ? ORDER BY turn_index",
+            later,
+        )
+        rows = db.execute(
+            "SELECT turn_index, note FROM notes WHERE session_id = ? AND turn_index > ?"
+            " ORDER BY turn_index LIMIT ?",
+            (*later, num_within((size for (size,) in sizes), room)),
+        )
         return counting((self._note(entry.session_id, *row) for row in rows), entry.tokens)
 
     def ends(self, db: sqlite3.Connection, session_id: str, turns: Iterable[int]) -> dict[int, int]:

@@ -141,6 +141,10 @@ class SqliteSessionStore:
         with self._transaction() as db:
             return self._notes.read(db, _entry(db, session_id))
 
+    def notes_after(self, session_id: str, turn_index: int | None, room: int) -> list[TurnNote]:
+        with self._transaction() as db:
+            return self._notes.page(db, _entry(db, session_id), turn_index, room)
+
     def forget_note(self, session_id: str, turn_index: int) -> None:
         with self._transaction() as db:
             _entry(db, session_id)

@@ -73,6 +73,10 @@ class SessionStore(Protocol):
     def notes(self, session_id: str) -> Sequence[TurnNote]:
         """The notes of the turns that make up the session's history, in their order. Raises SessionNotFound."""
 
+    def notes_after(self, session_id: str, turn_index: int | None, room: int) -> Sequence[TurnNote]:
+        """Those of turns after `turn_index` (None: from the first) that have up to `room` bytes in the log, but at
+        least one. It costs no more if the session has more notes. Raises SessionNotFound."""
+
     def forget_note(self, session_id: str, turn_index: int) -> None:
         """Deletes what the turn's note says, and its kept answer. The note's checkpoint and the answer's key stay. A
         turn without a note is fine. Raises SessionNotFound."""

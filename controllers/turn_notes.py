@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import accumulate, takewhile
 
 from controllers.records import Checkpoint, LedgerEntry, SessionRecord, TurnNote, TurnRecord
 
@@ -63,6 +64,11 @@ def counting(notes: Iterable[TurnNote], length: int) -> list[TurnNote]:
         kept.append(note)
     _cut(kept, length)
     return kept
+
+
+def num_within(sizes: Iterable[int], room: int) -> int:
+    """How many notes of these sizes, in bytes, fit into `room` bytes, in their order; at least one."""
+    return max(1, sum(1 for _ in takewhile(lambda total: total <= room, accumulate(sizes))))
 
 
 def _cut(notes: list[TurnNote], length: int) -> None:

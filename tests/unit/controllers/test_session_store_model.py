@@ -323,6 +323,10 @@ class StoreMachine(RuleBasedStateMachine):
             assert record.turns == session.turns
             assert list(record.results) == session.kept()
             assert list(self.store.notes(session_id)) == session.notes
+            after = session.notes[len(session.notes) // 2].turn_index if session.notes else None
+            behind = [each for each in session.notes if after is not None and each.turn_index > after]
+            assert list(self.store.notes_after(session_id, after, 10**6)) == behind
+            assert list(self.store.notes_after(session_id, None, 0)) == session.notes[:1]
             assert list(record.checkpoints) == [each.checkpoint for each in session.notes if each.checkpoint]
             assert record.whole == any(each.whole for each in session.notes)
             entry = entries[session_id]

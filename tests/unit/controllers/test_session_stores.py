@@ -383,3 +383,35 @@ def test_it_still_ends_there_when_forks_share_the_history(store: SessionStore) -
     store.fork("s", 5, replace(SESSION, session_id="child"))
     for session_id in ("s", "child"):
         assert [(note.asked_len, note.end_len) for note in store.notes(session_id)] == [(2, 3)]
+
+
+def test_notes_are_read_in_pages_that_read_no_others(
+    store: SessionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of a session's notes used to read all of them: the controller did nothing else meanwhile."""
+    store.open(SESSION)
+    for index in range(12):
+        append_turn(store, turn_of(index, index, [index], note=b"n" * 1000 * (5 if index == 4 else 1)))
+    read: list[str] = []
+    decrypt = LogCipher.decrypt
+
+    def counted(cipher: LogCipher, stored: bytes, place: str) -> bytes:
+        read.append(place)
+        return decrypt(cipher, stored, place)
+
+    whole = list(store.notes("s"))
+    monkeypatch.setattr(LogCipher, "decrypt", counted)
+    pages: list[list[int]] = []
+    after: int | None = None
+    while page := list(store.notes_after("s", after, 3500)):
+        pages.append([note.turn_index for note in page])
+        assert page == whole[page[0].turn_index : page[-1].turn_index + 1]
+        assert sum(place.startswith("what turn") for place in read) == len(page)
+        after = page[-1].turn_index
+        read.clear()
+    assert pages == [[0, 1, 2], [3], [4], [5, 6, 7], [8, 9, 10], [11]]
+
+
+def test_a_page_of_notes_of_an_unknown_session(store: SessionStore) -> None:
+    with pytest.raises(SessionNotFound):
+        store.notes_after("s", None, 1000)
