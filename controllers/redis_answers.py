@@ -14,8 +14,7 @@ from controllers.kept_answers import lost, outdated
 from controllers.log_cipher import LogCipher
 from controllers.log_rules import check_key
 from controllers.records import StoredResult, TurnRecord
-from controllers.redis_log import Command
-from controllers.redis_segments import LogReader
+from controllers.redis_log import Command, LogReader
 from controllers.redis_session import StoredSession
 
 

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from controllers.errors import StoreError
 from controllers.log_cipher import LogCipher
 from controllers.records import LedgerEntry, TurnRecord
-from controllers.redis_log import Command
-from controllers.redis_segments import Base, Change, LogReader, RedisSegments, user_segment, user_session
+from controllers.redis_log import FIELDS_AT_ONCE, Command, LogReader
+from controllers.redis_segments import Base, Change, RedisSegments, user_segment, user_session
+from controllers.redis_turn_fields import fields_back
 from controllers.session_keys import named
 from controllers.tokens import TOKEN_BYTES, count_tokens
 
-FIELDS_AT_ONCE = 1000
-"""The most fields in one command: a script cannot pass on many more words."""
 BASE = "base"
 START_BYTES = 8
 
@@ -38,7 +37,7 @@ class _Turns:
     @classmethod
     def parse(cls, fields: dict[bytes, bytes]) -> _Turns:
         by_turn = sorted(
-            (int(field), int.from_bytes(turn[:START_BYTES], "little"), turn[START_BYTES:])
+            (int(field), _start_len(turn), turn[START_BYTES:])
             for field, turn in fields.items()
             if field != BASE.encode()
         )
@@ -68,7 +67,7 @@ class RedisHistories:
         return ("DEL", self._key(session_id), self._former_key(session_id))
 
     def appended(self, entry: LedgerEntry, record: TurnRecord) -> Change:
-        """Adds the session's next turn. O(new tokens), unless it rewinds."""
+        """Adds the session's next turn. O(new tokens, and turns that it cuts), unless it rewinds into shared tokens."""
         tokens = self._cipher.encrypt(record.tokens, _place(record.session_id, record.turn_index))
         turn = record.start_len.to_bytes(START_BYTES, "little") + tokens
         added: Command = ("HSET", self._key(record.session_id), record.turn_index, turn)
@@ -124,43 +123,57 @@ class RedisHistories:
         """Deletes the session's tokens after the first `start_len`. Tokens that others share stay until the last of
         these is gone."""
         session_id = entry.session_id
-        former, fields = self._log.read(*self.reads(session_id))
-        turns = _Turns.parse(fields)
-        past = [index for index, start, _ in turns.by_turn if start >= start_len]
-        commands: list[Command] = [
-            ("HDEL", self._key(session_id), *past[at : at + FIELDS_AT_ONCE])
-            for at in range(0, len(past), FIELDS_AT_ONCE)
-        ]
-        left = [turn for turn in turns.by_turn if turn[0] < entry.turns and turn[1] < start_len]
-        commands += self._cut_last_turn(session_id, left, start_len)
-        former_len = min([start_len, *(start for _, start, _ in left)])
-        if former is not None and count_tokens(former) > former_len:
-            kept = former[: former_len * TOKEN_BYTES]
-            key = self._former_key(session_id)
-            commands.append(("SET", key, kept) if kept else ("DEL", key))
-        if start_len >= turns.base.length or turns.base.segment is None:
+        former, found = self._log.read(
+            ("GET", self._former_key(session_id)), ("HGET", self._key(session_id), BASE)
+        )
+        commands = self._cut_turns(entry, start_len)
+        if former is not None:
+            commands += self._cut_former(entry, former, start_len)
+        whole = _parse_base(found)
+        if start_len >= whole.length or whole.segment is None:
             return Change(commands, {})
-        base, user = self._segments.cut(turns.base, start_len), user_session(session_id)
-        uses = {turns.base.segment: {user: 0}}
+        base, user = self._segments.cut(whole, start_len), user_session(session_id)
+        uses = {whole.segment: {user: 0}}
         if base.segment is not None:
             uses.setdefault(base.segment, {})[user] = start_len
         more, guards = self._segments.changed(uses)
         return Change([*commands, *more, self._based(session_id, base)], guards)
 
-    def _cut_last_turn(
-        self, session_id: str, turns: list[tuple[int, int, bytes]], length: int
-    ) -> list[Command]:
-        """Makes the last of the session's `turns`, which begin within the first `length` tokens, end there."""
-        if not turns:
-            return []
-        index, start_len, stored = turns[-1]
+    def _cut_turns(self, entry: LedgerEntry, length: int) -> list[Command]:
+        """Deletes the turns that begin past the first `length` tokens. The last one left ends there. Reads these and
+        one or two more."""
+        key = self._key(entry.session_id)
+        past: list[int] = []
+        shorter: list[Command] = []
+        for index, turn in fields_back(self._log, key, entry.turns):
+            if _start_len(turn) < length:
+                shorter = self._cut_turn(entry.session_id, index, turn, length)
+                break
+            past.append(index)
+        deleted: list[Command] = [
+            ("HDEL", key, *past[at : at + FIELDS_AT_ONCE]) for at in range(0, len(past), FIELDS_AT_ONCE)
+        ]
+        return deleted + shorter
+
+    def _cut_turn(self, session_id: str, index: int, turn: bytes, length: int) -> list[Command]:
+        """Makes the turn, which begins within the first `length` tokens, end there."""
         place = _place(session_id, index)
-        tokens = self._cipher.decrypt(stored, place)
-        kept = tokens[: (length - start_len) * TOKEN_BYTES]
+        tokens = self._cipher.decrypt(turn[START_BYTES:], place)
+        kept = tokens[: (length - _start_len(turn)) * TOKEN_BYTES]
         if len(kept) == len(tokens):
             return []
-        turn = start_len.to_bytes(START_BYTES, "little") + self._cipher.encrypt(kept, place)
-        return [("HSET", self._key(session_id), index, turn)]
+        shorter = turn[:START_BYTES] + self._cipher.encrypt(kept, place)
+        return [("HSET", self._key(session_id), index, shorter)]
+
+    def _cut_former(self, entry: LedgerEntry, former: bytes, length: int) -> list[Command]:
+        """Makes what an earlier version wrote end there, or where the first turn begins."""
+        key = self._key(entry.session_id)
+        starts = [_start_len(turn) for _, turn in fields_back(self._log, key, entry.turns)]
+        kept = former[: min([length, *starts]) * TOKEN_BYTES]
+        if len(kept) == len(former):
+            return []
+        key = self._former_key(entry.session_id)
+        return [("SET", key, kept) if kept else ("DEL", key)]
 
     def _own(self, entry: LedgerEntry, former: bytes | None, turns: _Turns) -> bytes:
         """The session's tokens after its base: every turn's tokens, each after cutting what the turn rewound."""
@@ -186,6 +199,10 @@ class RedisHistories:
 
     def _former_key(self, session_id: str) -> str:
         return self._log.key("history", session_id)
+
+
+def _start_len(turn: bytes) -> int:
+    return int.from_bytes(turn[:START_BYTES], "little")
 
 
 def _parse_base(text: bytes | None) -> Base:

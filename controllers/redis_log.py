@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import redis
 from redis.sentinel import MasterNotFoundError
@@ -22,6 +22,9 @@ LAYOUT = b"2"
 READABLE = (b"1", LAYOUT)
 """Sessions of layout 1 are read as they are, and written in the new layout with their next change. They name no writer:
 one number, `writer`, stood for all of them."""
+
+FIELDS_AT_ONCE = 1000
+"""The most fields of a hash in one command: a script cannot pass on many more words."""
 
 ALIVE_S = 60
 """A cluster is gone once it has given no sign of life for this long, by the clock of Redis."""
@@ -97,6 +100,14 @@ Word = str | bytes | int | float
 Command = tuple[Word, ...]
 Guards = Mapping[str, bytes | None]
 """What a change was derived from: keys and the texts that they had (None: the key did not exist)."""
+
+
+class LogReader(Protocol):
+    """The reading part of a RedisLog."""
+
+    def key(self, *parts: str) -> str: ...
+
+    def read(self, *commands: Command) -> list[Any]: ...
 
 
 class RedisLog:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from controllers.errors import StoreError
 from controllers.log_cipher import LogCipher
 from controllers.records import LedgerEntry, TurnNote, TurnRecord
-from controllers.redis_log import Command
-from controllers.redis_segments import LogReader
+from controllers.redis_log import Command, LogReader
+from controllers.redis_turn_fields import fields_after, fields_back, fields_of
 from controllers.turn_notes import (
     counting,
     decode_note,
@@ -20,11 +19,7 @@ from controllers.turn_notes import (
     has_note,
     inherited,
     note_of,
-    num_within,
 )
-
-MOST_IN_PAGE = 1000
-"""A script cannot pass on many more words in one command."""
 
 
 class RedisNotes:
@@ -38,49 +33,50 @@ class RedisNotes:
 
     def notes(self, entry: LedgerEntry, fields: Mapping[bytes, bytes]) -> list[TurnNote]:
         """The notes that count."""
-        return self._counting(entry, self._parsed(entry.session_id, fields))
+        notes = [self._note(entry.session_id, int(turn), stored) for turn, stored in fields.items()]
+        return self._counting(entry, notes)
 
     def read(self, entry: LedgerEntry) -> list[TurnNote]:
         """The notes that count."""
-        return self._counting(entry, self.stored(entry.session_id))
+        return self.notes(entry, *self._log.read(self.reads(entry.session_id)))
 
     def page(self, entry: LedgerEntry, after: int | None, room: int) -> list[TurnNote]:
-        """Those of turns after `after` (None: from the first) that fit into `room` bytes, but at least one. Reads no
+        """Those of turns after `after` (None: from the first) that have up to `room` bytes, but at least one. Reads no
         others."""
-        key = self._key(entry.session_id)
-        (fields,) = self._log.read(("HKEYS", key))
-        turns = sorted(turn for turn in map(int, fields) if after is None or turn > after)[:MOST_IN_PAGE]
-        if not turns:
-            return []
-        sizes = self._log.read(*(("HSTRLEN", key, turn) for turn in turns))
-        del turns[num_within(sizes, room) :]
-        (stored,) = self._log.read(("HMGET", key, *turns))
-        if None in stored:
-            raise StoreError("session log: a note was deleted while it was read")
-        notes = (self._note(entry.session_id, *each) for each in zip(turns, stored, strict=True))
-        return self._counting(entry, notes)
+        stored = fields_after(self._log, self._key(entry.session_id), after, room)
+        return self._counting(entry, [self._note(entry.session_id, *each) for each in stored])
+
+    def ends(self, session_id: str, turns: Sequence[int]) -> dict[int, int]:
+        """Where those of the turns end that have a note."""
+        stored = fields_of(self._log, self._key(session_id), turns)
+        return {turn: self._note(session_id, turn, note).end_len for turn, note in stored}
 
     def opened(self, session_id: str) -> Command:
         """Deletes leftovers of a closed session of this name: an earlier version leaves keys that it does not know."""
         return ("DEL", self._key(session_id))
 
-    def stored(self, session_id: str) -> list[TurnNote]:
-        """All notes of the session, ordered by turn. Some may not count any more."""
-        (fields,) = self._log.read(self.reads(session_id))
-        return sorted(self._parsed(session_id, fields), key=lambda note: note.turn_index)
-
-    def cut(self, session_id: str, notes: Sequence[TurnNote], length: int) -> list[Command]:
-        """Deletes the notes past the history's first `length` tokens. `notes` are all of the session's (`stored`)."""
-        past = [note for note in notes if note.said_len > length]
-        commands: list[Command] = [("HDEL", self._key(session_id), note.turn_index) for note in past]
-        last = next((note for note in reversed(notes) if note not in past), None)
-        if last is not None and last.end_len > length:
-            commands.append(self._set(session_id, last.cut(length)))
+    def cut(self, entry: LedgerEntry, length: int) -> list[Command]:
+        """Deletes the notes past the history's first `length` tokens. Reads these and one or two more."""
+        session_id = entry.session_id
+        key = self._key(session_id)
+        commands: list[Command] = []
+        for turn, stored in fields_back(self._log, key, entry.turns):
+            note = self._note(session_id, turn, stored)
+            if note.said_len <= length:
+                return (
+                    [*commands, self._set(session_id, note.cut(length))]
+                    if note.end_len > length
+                    else commands
+                )
+            commands.append(("HDEL", key, turn))
         return commands
 
     def appended(self, record: TurnRecord) -> list[Command]:
-        """Adds the next turn's note. O(new bytes)."""
-        return [self._set(record.session_id, note_of(record))] if has_note(record) else []
+        """Adds the next turn's note. O(new bytes). A failover of Redis that lost part of a change may have left
+        another."""
+        if has_note(record):
+            return [self._set(record.session_id, note_of(record))]
+        return [("HDEL", self._key(record.session_id), record.turn_index)]
 
     def forked(
         self, parent: LedgerEntry, notes: Iterable[TurnNote], child_id: str, length: int
@@ -108,9 +104,6 @@ class RedisNotes:
     def _counting(self, entry: LedgerEntry, notes: Iterable[TurnNote]) -> list[TurnNote]:
         """Notes of later turns than the session has are leftovers of a failover of Redis that lost part of a change."""
         return counting((note for note in notes if note.turn_index < entry.turns), entry.tokens)
-
-    def _parsed(self, session_id: str, fields: Mapping[bytes, bytes]) -> list[TurnNote]:
-        return [self._note(session_id, int(field), stored) for field, stored in fields.items()]
 
     def _note(self, session_id: str, turn_index: int, stored: bytes) -> TurnNote:
         return decode_note(turn_index, self._cipher.decrypt(stored, _place(session_id, turn_index)))

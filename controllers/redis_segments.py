@@ -12,22 +12,14 @@ from __future__ import annotations
 import json
 import secrets
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from controllers.errors import StoreError
 from controllers.log_cipher import LogCipher
-from controllers.redis_log import Command, Guards
+from controllers.redis_log import Command, Guards, LogReader
 from controllers.tokens import TOKEN_BYTES
 
 SEGMENT_ID_BYTES = 8
-
-
-class LogReader(Protocol):
-    """The reading part of a RedisLog."""
-
-    def key(self, *parts: str) -> str: ...
-
-    def read(self, *commands: Command) -> list[Any]: ...
 
 
 class Base(NamedTuple):

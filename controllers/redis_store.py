@@ -46,8 +46,8 @@ from controllers.records import (
 from controllers.redis_answers import RedisAnswers
 from controllers.redis_cluster_facts import ClusterFacts
 from controllers.redis_connection import Connect, connect_redis
-from controllers.redis_histories import FIELDS_AT_ONCE, RedisHistories
-from controllers.redis_log import ALIVE_S, Command, Guards, RedisLog
+from controllers.redis_histories import RedisHistories
+from controllers.redis_log import ALIVE_S, FIELDS_AT_ONCE, Command, Guards, RedisLog
 from controllers.redis_notes import RedisNotes
 from controllers.redis_session import StoredSession
 from controllers.session_keys import id_in, named, session_key, tenant_in
@@ -382,10 +382,9 @@ class RedisSessionStore:
         assert len(record.tokens) % TOKEN_BYTES == 0
         commands, guards = self._histories.appended(session.entry, record)
         if record.start_len < session.entry.tokens:
-            said = self._notes.stored(record.session_id)
-            ends = {note.turn_index: note.end_len for note in said}
+            ends = self._notes.ends(record.session_id, [index for index, _, _ in session.kept])
             commands += self._answers.cut(session, record.start_len, ends)
-            commands += self._notes.cut(record.session_id, said, record.start_len)
+            commands += self._notes.cut(session.entry, record.start_len)
         commands += self._notes.appended(record)
         entry = replace(
             session.entry,

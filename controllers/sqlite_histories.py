@@ -66,7 +66,11 @@ class SqliteHistories:
     def _rewind(self, db: sqlite3.Connection, session_id: str, start_len: int) -> None:
         """Deletes the session's tokens after the first `start_len`. Tokens that others share stay until the last of
         these is gone."""
-        db.execute("DELETE FROM turns WHERE session_id = ? AND start_len >= ?", (session_id, start_len))
+        db.execute(
+            "DELETE FROM turns WHERE session_id = ?1 AND turn_index > coalesce((SELECT turn_index FROM turns"
+            " WHERE session_id = ?1 AND start_len < ?2 ORDER BY turn_index DESC LIMIT 1), -1)",
+            (session_id, start_len),
+        )
         self._cut_last_turn(db, session_id, start_len)
         base, base_len = _base(db, session_id)
         if start_len < base_len:

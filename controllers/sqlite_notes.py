@@ -32,8 +32,9 @@ class SqliteNotes:
         """Adds the next turn's note. `entry` is the session before the turn."""
         if record.start_len < entry.tokens:
             db.execute(
-                "DELETE FROM notes WHERE session_id = ? AND asked_len > ?",
-                (record.session_id, record.start_len),
+                "DELETE FROM notes WHERE session_id = ?1 AND turn_index > coalesce((SELECT turn_index FROM notes"
+                " WHERE session_id = ?1 AND asked_len <= ?2 ORDER BY turn_index DESC LIMIT 1), ?3)",
+                (record.session_id, record.start_len, FIRST),
             )
             self._cut_last(db, record)
         if has_note(record):

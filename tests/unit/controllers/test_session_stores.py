@@ -42,6 +42,19 @@ def store(place: Place, clock: ManualClock) -> Iterator[SessionStore]:
     store.disconnect()
 
 
+def places_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The places in the log whose values are read from now on."""
+    read: list[str] = []
+    decrypt = LogCipher.decrypt
+
+    def seen(cipher: LogCipher, stored: bytes, place: str) -> bytes:
+        read.append(place)
+        return decrypt(cipher, stored, place)
+
+    monkeypatch.setattr(LogCipher, "decrypt", seen)
+    return read
+
+
 def test_open_and_load(store: SessionStore, clock: ManualClock) -> None:
     store.open(SESSION)
     assert store.load("s") == SESSION
@@ -392,15 +405,8 @@ def test_notes_are_read_in_pages_that_read_no_others(
     store.open(SESSION)
     for index in range(12):
         append_turn(store, turn_of(index, index, [index], note=b"n" * 1000 * (5 if index == 4 else 1)))
-    read: list[str] = []
-    decrypt = LogCipher.decrypt
-
-    def counted(cipher: LogCipher, stored: bytes, place: str) -> bytes:
-        read.append(place)
-        return decrypt(cipher, stored, place)
-
     whole = list(store.notes("s"))
-    monkeypatch.setattr(LogCipher, "decrypt", counted)
+    read = places_read(monkeypatch)
     pages: list[list[int]] = []
     after: int | None = None
     while page := list(store.notes_after("s", after, 3500)):
@@ -410,6 +416,34 @@ def test_notes_are_read_in_pages_that_read_no_others(
         after = page[-1].turn_index
         read.clear()
     assert pages == [[0, 1, 2], [3], [4], [5, 6, 7], [8, 9, 10], [11]]
+
+
+@pytest.mark.parametrize("back", [1, 3, 40, 250, 599])
+def test_a_rewind_in_a_long_session(store: SessionStore, back: int) -> None:
+    store.open(SESSION)
+    for index in range(200):
+        append_turn(store, turn_of(index, 3 * index, [index] * 3, note=b"n"))
+    append_turn(store, turn_of(200, 600 - back, [7], note=b"n"))
+    assert history_of(store) == [*(at // 3 for at in range(600 - back)), 7]
+    notes = list(store.notes("s"))
+    assert notes[-1].turn_index == 200
+    # A turn's note stays while its input, of one token, is left.
+    assert [(note.turn_index, note.end_len) for note in notes[:-1]] == [
+        (index, min(3 * index + 3, 600 - back)) for index in range(200) if 3 * index + 1 <= 600 - back
+    ]
+
+
+def test_a_rewind_into_the_last_turn_reads_no_earlier_ones(
+    store: SessionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each used to read all notes of the session in Redis, and looked at all of its turns in either log."""
+    store.open(SESSION)
+    for index in range(40):
+        append_turn(store, turn_of(index, 3 * index, [index] * 3, note=b"n"))
+    read = places_read(monkeypatch)
+    append_turn(store, turn_of(40, 119, [7], note=b"n"))
+    earlier = {f"turn {index} of s" for index in range(38)}
+    assert not earlier & {place.removeprefix("what ").removesuffix(" said") for place in read}
 
 
 def test_a_page_of_notes_of_an_unknown_session(store: SessionStore) -> None:
