@@ -7,8 +7,10 @@ It calls the methods of the actor's class in a process of their own, in which th
 sends turns to a real actor, as replicas do. `--against` names another checkout that is measured in turn. The log is in
 a file, with and without a flush of the disk for each transaction, and in Redis where `redis-server` is installed. With
 --shards several controllers run, each with its log, streams and process, and turns per second are those of all. Each
-session has had ten turns before, so each turn pushes out the answer of an older turn. CPU time is that of the
-controller's process. The table's title says how long a flush takes on this disk.
+session has had --earlier-turns before: after ten, each turn pushes out the answer of an older turn. With --cut each
+turn goes back so many tokens, as with templates that leave earlier thoughts out, and with --note it keeps so many bytes
+of what was said. CPU time is that of the controller's process. The table's title says how long a flush takes on this
+disk.
 """
 
 from __future__ import annotations
@@ -34,8 +36,6 @@ from rich.table import Table
 INPUT_TOKENS, OUTPUT_TOKENS = 16, 8
 TURN_TOKENS = INPUT_TOKENS + OUTPUT_TOKENS
 ANSWER = b"x" * 500
-SESSIONS = 1000
-EARLIER_TURNS = 10
 STREAMS = (16, 256)
 REPLICAS = 8
 """How many replicas call the actor with --ray."""
@@ -49,7 +49,7 @@ Commit = Callable[[Any], Awaitable[object]]
 class Streams:
     """Streams that each commit to their own sessions, one turn after another. `took_s`: the seconds of each turn."""
 
-    def __init__(self, commits: list[Commit], streams: int) -> None:
+    def __init__(self, commits: list[Commit], asked: dict[str, Any]) -> None:
         from controllers.records import ModelFingerprint, TurnRecord
         from controllers.tokens import encode_tokens
 
@@ -57,8 +57,10 @@ class Streams:
         self._model = ModelFingerprint("a" * 64, "b" * 64, "c" * 64)
         self._tokens = encode_tokens(range(TURN_TOKENS))
         self._commits = commits
-        self._streams = streams
-        self._turns = [0] * SESSIONS
+        self._streams = asked["streams"]
+        self._new_tokens = TURN_TOKENS - asked["cut"]
+        self._note = b"n" * asked["note"]
+        self._turns = [0] * asked["sessions"]
         self.took_s: list[float] = []
 
     async def run(self, goes_on: Callable[[], bool]) -> None:
@@ -67,7 +69,7 @@ class Streams:
     async def _stream(self, number: int, goes_on: Callable[[], bool]) -> None:
         commit = self._commits[number % len(self._commits)]
         while True:
-            for session in range(number, SESSIONS, self._streams):
+            for session in range(number, len(self._turns), self._streams):
                 if not goes_on():
                     return
                 began_s = time.perf_counter()
@@ -81,13 +83,14 @@ class Streams:
             session_id=f"s{session}",
             epoch=1,
             turn_index=turn,
-            start_len=turn * TURN_TOKENS,
+            start_len=turn * self._new_tokens,
             tokens=self._tokens,
             input_len=INPUT_TOKENS,
             idempotency_key=f"call-{session:016x}{turn:016x}",
             result=ANSWER,
             digest="d" * 64,
             model=self._model,
+            note=self._note,
         )
 
 
@@ -98,10 +101,10 @@ async def measure(
     asked: dict[str, Any],
 ) -> dict[str, float]:
     """Commits with all streams for `asked["seconds"]`. `cpu_s` returns the controller's CPU time."""
-    for number in range(SESSIONS):
+    for number in range(asked["sessions"]):
         await open_session(f"s{number}")
-    streams = Streams(commits, asked["streams"])
-    await streams.run(lambda: len(streams.took_s) < EARLIER_TURNS * SESSIONS)
+    streams = Streams(commits, asked)
+    await streams.run(lambda: len(streams.took_s) < asked["earlier_turns"] * asked["sessions"])
     streams.took_s.clear()
     cpu_before_s, began_s = await cpu_s(), time.perf_counter()
     await streams.run(lambda: time.perf_counter() - began_s < asked["seconds"])
@@ -226,19 +229,19 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     from checkouts import measure_in_turn
 
     rows = []
+    shape = {name: getattr(args, name) for name in ("sessions", "earlier_turns", "cut", "note")}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder, redis_server(folder) as redis:
         flushes = [flush_ms(folder)]
         for log in (FILE, FLUSHED_FILE, REDIS) if redis else (FILE, FLUSHED_FILE):
             for streams in STREAMS:
                 asked = {"log": log, "streams": streams, "seconds": args.seconds, "ray": args.ray}
-                asked["shards"] = args.shards
-                asked |= {"folder": folder, "redis": redis}
+                asked |= shape | {"shards": args.shards, "folder": folder, "redis": redis}
                 found = measure_in_turn(__file__, asked, args.against, args.rounds)
                 rows += [
                     {"log": log, "streams": streams, "tree": name} | each for name, each in found.items()
                 ]
             flushes.append(flush_ms(folder))
-    settings = {"through": "a Ray actor" if args.ray else "the actor's methods", "sessions": SESSIONS}
+    settings = {"through": "a Ray actor" if args.ray else "the actor's methods"} | shape
     settings |= {"tokens_a_turn": TURN_TOKENS, "answer_bytes": len(ANSWER)}
     settings |= {"seconds": args.seconds, "rounds": args.rounds, "shards": args.shards}
     return {"settings": settings, "flush_ms": flushes, "rows": rows}
@@ -267,6 +270,10 @@ def main() -> None:
         "--ray", action="store_true", help="through a real actor, on a Ray cluster of its own"
     )
     parser.add_argument("--shards", type=int, default=1, help="controllers at the same time")
+    parser.add_argument("--sessions", type=int, default=1000)
+    parser.add_argument("--earlier-turns", type=int, default=10, help="of each session")
+    parser.add_argument("--cut", type=int, default=0, help="the tokens that each turn goes back")
+    parser.add_argument("--note", type=int, default=0, help="the bytes of what each turn says")
     parser.add_argument("--folder", type=Path, help="of the log: the disk to measure")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
