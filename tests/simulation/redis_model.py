@@ -165,6 +165,15 @@ class RedisModel:
     def _do_hget(self, key: bytes, field: bytes) -> bytes | None:
         return (self._value(key, dict) or {}).get(field)
 
+    def _do_hmget(self, key: bytes, *fields: bytes) -> list[bytes | None]:
+        return [self._do_hget(key, field) for field in fields]
+
+    def _do_hkeys(self, key: bytes) -> list[bytes]:
+        return list(self._value(key, dict) or ())
+
+    def _do_hstrlen(self, key: bytes, field: bytes) -> int:
+        return len(self._do_hget(key, field) or b"")
+
     def _do_hgetall(self, key: bytes) -> dict[bytes, bytes]:
         return dict(self._value(key, dict) or {})
 
