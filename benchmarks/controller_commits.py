@@ -277,6 +277,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="of the log: the disk to measure")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.sessions < max(STREAMS):
+        parser.error(f"--sessions: one for each of {max(STREAMS)} streams")
     if args.worker is not None and args.worker["shards"] > 1:
         print(json.dumps(through_shards(args.worker)))
         return
