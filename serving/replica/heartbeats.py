@@ -34,7 +34,7 @@ class Heartbeats:
         offers: SessionOffers,
         drain: ReplicaDrain,
         *,
-        settings_hash: str = "",
+        settings_hash: str,
     ) -> None:
         self._replica_id = replica_id
         self._engine = engine

@@ -63,7 +63,7 @@ class PinnedCalls:
         describe: Callable[[], dict[str, Any]],
         model_info: Callable[[], ModelInfo],
         engine_timeout_s: float,
-        faults: ReplicaFaults | None = None,
+        faults: ReplicaFaults | None,
     ) -> None:
         self._replica_id = replica_id
         self._engine = engine

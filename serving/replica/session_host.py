@@ -51,7 +51,7 @@ class SessionHost:
         tasks: BackgroundTasks,
         *,
         engine_timeout_s: float,
-        on_loaded: Callable[[float], None] = lambda _: None,
+        on_loaded: Callable[[float], None],
     ) -> None:
         self._replica_id = replica_id
         self._engine = engine

@@ -43,7 +43,7 @@ from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_outcome import outcome_of
 from serving.replica.turn_request import RequestBuilder
 from serving.replica.unnamed_sessions import UnnamedSessions
-from serving.trace.turn_traces import UNTRACED, ReplicaTraces
+from serving.trace.turn_traces import ReplicaTraces
 from serving.watch.metrics import ReplicaMetrics
 from serving.wire.errors import REPLICA_LOST, error_event, unavailable
 from serving.wire.transcripts import encode_said
@@ -82,7 +82,7 @@ class TurnRunner:
         tasks: BackgroundTasks,
         clock: Callable[[], float],
         unix_clock: Callable[[], float],
-        traces: ReplicaTraces = UNTRACED,
+        traces: ReplicaTraces,
     ) -> None:
         self._engine = engine
         self._sessions = sessions

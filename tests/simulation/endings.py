@@ -27,7 +27,7 @@ def leftovers(cluster: Cluster) -> list[str]:
 
 
 def _of_replica(replica: LLMReplica) -> Iterator[str]:
-    turns, host = replica._turns, replica._host
+    turns, host = replica._parts.turns, replica._parts.host
     tables = {
         "live turns": turns._live,
         "takers of deltas": turns._mailbox._takers,

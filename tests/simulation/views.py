@@ -72,7 +72,7 @@ def _of_reports(known: Ledger, replicas: list[Party]) -> Iterator[str]:
     held = {
         (party.name, status.session_id): (status.epoch, status.in_turn)
         for party in replicas
-        for status in party.actor._host._sessions.snapshot()
+        for status in party.actor._parts.sessions.snapshot()
     }
     told = {
         (entry.replica_id, entry.session_id): (entry.epoch, entry.in_turn)

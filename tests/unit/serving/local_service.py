@@ -7,7 +7,6 @@ import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -27,10 +26,8 @@ from serving.trace.turn_traces import UNTRACED, FrontTraces
 from serving.watch.metrics import IngressMetrics
 from serving.wire.turns import TurnCall, TurnEvent
 from tests.unit.serving.local_replicas import LocalReplicas
-from tests.unit.serving.replica_rig import MODEL, VOCAB_SIZE, Rig, running_rig
+from tests.unit.serving.replica_rig import METRIC_LABELS, MODEL, VOCAB_SIZE, Rig, running_rig
 from tests.unit.serving.small_tokenizer import byte_level_tokenizer
-
-METRIC_LABELS = MappingProxyType({"cluster": "kedge", "model": "null-model"})
 
 
 class Alone(Siblings):
@@ -129,7 +126,7 @@ def shown_text(token_ids: list[int]) -> str:
 
 @asynccontextmanager
 async def local_service(directory: Path) -> AsyncIterator[LocalService]:
-    async with running_rig(directory, text=small_text(), metric_labels=METRIC_LABELS) as rig:
+    async with running_rig(directory, text=small_text()) as rig:
         yield LocalService(rig)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,7 +22,6 @@ from controllers.errors import StoreError
 from controllers.joined_answers import joined_measures
 from controllers.records import TurnRecord
 from controllers.served_model import ServedModel
-from controllers.session import SessionController
 from controllers.settings import ClusterSettings
 from controllers.sqlite_store import SqliteSessionStore
 from engine.api import Engine, SamplingParams
@@ -31,30 +30,12 @@ from engine.settings import CacheSettings, SchedulerSettings, SpeculationSetting
 from serving.background import BackgroundTasks
 from serving.front.replica_calls import TurnEvents
 from serving.grammars.constraints import ConstraintCompiler
-from serving.replica.drain import ReplicaDrain
-from serving.replica.empty_turns import EmptyTurns
-from serving.replica.ending_turns import EndingTurns
-from serving.replica.gauges import replica_gauges
-from serving.replica.heartbeats import Heartbeats
-from serving.replica.kv_watch import KVWatch
-from serving.replica.live_turn import EventMaker
 from serving.replica.mailbox import Mailbox
-from serving.replica.ordered_moves import OrderedMoves
-from serving.replica.pinned_calls import PinnedCalls
-from serving.replica.replica import replica_figures
-from serving.replica.session_host import SessionHost
-from serving.replica.session_offers import SessionOffers
-from serving.replica.tenant_load import TenantLoad
-from serving.replica.turn_commits import TurnCommits
-from serving.replica.turn_request import RequestBuilder
-from serving.replica.turn_runner import TurnRunner
-from serving.replica.unnamed_sessions import UnnamedSessions
-from serving.settings.config import MetricsArgs
+from serving.replica.parts import ReplicaParts
+from serving.replica.place import ReplicaPlace
+from serving.settings.config import AppArgs, MetricsArgs, parse_args
 from serving.text.text import TextProcessor
-from serving.trace.opening import replica_traces
-from serving.watch.metrics import ReplicaMetrics
-from serving.watch.registry import NO_LABELS
-from serving.wire.turns import ModelInfo, SessionTurn, TokenPrompt, TurnCall, TurnEvent
+from serving.wire.turns import ModelInfo, SamplingDefaults, SessionTurn, TokenPrompt, TurnCall, TurnEvent
 from tests.unit.engine.driver import ADAPTERS
 from tests.unit.engine.null_runner import EOS_TOKEN_ID, NullRunner
 
@@ -65,11 +46,15 @@ VOCAB_SIZE = 1000
 REPLICA_ID = "replica-a"
 MODEL = ModelInfo("null-model", "/models/null", "/models/null", 512, VOCAB_SIZE, 1_700_000_000, "hermes")
 OFF = SpeculationSettings()
+METRIC_LABELS = MappingProxyType({"cluster": "kedge", "model": MODEL.model_id})
+"""Those that every metric has."""
 WAIT_S = 20.0
 """How long a test waits for something that must happen at once."""
 DRAIN_WITHIN_S = 30.0
 SILENCE_S = 3600.0
 """Rigs send no heartbeats. However slow the machine is, none of them is gone for that."""
+ENDS_AT_ONCE = {"sessions": {"idle_timeout_s": 1e-6}}
+"""Settings with which each session is idle for too long as soon as its turn has ended."""
 HELD_S = 60.0
 """How long a step of a held runner takes at most."""
 
@@ -188,13 +173,40 @@ class SlowRunner(NullRunner):
         self.wanted.set()
 
 
+def settings_of(sections: Mapping[str, Any]) -> AppArgs:
+    """Settings of a replica, by section. A walk over the pages is due at every look."""
+    args = parse_args(
+        {
+            "model": {"path": MODEL.model_id},
+            "replicas": {"graceful_shutdown_timeout_s": 2 * DRAIN_WITHIN_S},
+            **sections,
+        }
+    )
+    always = MetricsArgs.model_construct(audit_interval_s=0.0, tenant_names=True)
+    return args.model_copy(update={"metrics": always})
+
+
 @functools.lru_cache(maxsize=4)
 def constraints_of(text: TextProcessor) -> ConstraintCompiler:
     """Rigs with the same text share it: its process takes half a second to start."""
     return ConstraintCompiler(text.tokenizer, VOCAB_SIZE)
 
 
-class Rig:
+class NoLinks:
+    """The links of a replica without front ends. Its own turns stand for their calls."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+
+    def __len__(self) -> int:
+        return 0
+
+    @property
+    def calls(self) -> int:
+        return self._rig.turns.num_live
+
+
+class Rig(ReplicaParts):
     """All parts of one replica, for tests to look into. Rigs that share a `controller` form a cluster."""
 
     def __init__(
@@ -203,117 +215,46 @@ class Rig:
         *,
         replica_id: str = REPLICA_ID,
         controller: LocalController | None = None,
-        idle_timeout_s: float = 3600.0,
-        commit_patience_s: float = WAIT_S,
         text: TextProcessor | None = None,
         speculation: SpeculationSettings = OFF,
         num_pages: int = 256,
         model: ServedModel | None = None,
-        drain_clock: Callable[[], float] = time.monotonic,
-        tokens_per_s: float = 5000.0,
-        load: TenantLoad | None = None,
+        clock: Callable[[], float] = time.monotonic,
         max_running: int = 64,
-        metric_labels: Mapping[str, str] = NO_LABELS,
         spans: Spans | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self.replica_id = replica_id
         self.unix_clock = time.time
         self.controller = controller or local_controller(directory)
-        calls: Any = self.controller
         self.runner = SlowRunner(num_pages, 4, VOCAB_SIZE, 512, adapters=ADAPTERS)
-        self.mailbox = Mailbox(asyncio.get_running_loop())
-        self.engine = _engine_of(self.runner, speculation, self.mailbox, max_running)
-        self.tasks = BackgroundTasks()
+        mailbox = Mailbox(asyncio.get_running_loop())
+        engine = _engine_of(self.runner, speculation, mailbox, max_running)
         text = text or TextProcessor(None, vocab_size=VOCAB_SIZE, max_context_len=512)
-        self.model = model or ServedModel(text.fingerprint("null"), VOCAB_SIZE)
-        make_chain = self.engine.empty_chain
-        self.sessions = SessionController(time.monotonic, idle_timeout_s, self.model, make_chain=make_chain)
-        self._hold_sessions(drain_clock, tokens_per_s)
-        self.moves = OrderedMoves(replica_id, self.host, self.sessions, calls, self.tasks)
-        self.metrics = ReplicaMetrics(replica_id, self.engine.stats, metric_labels)
-        self.builder = RequestBuilder(self.engine, text, constraints_of(text))
-        self.unnamed = UnnamedSessions(time.monotonic, idle_timeout_s, self.engine)
-        self.kv_watch = self._kv_watch()
-        commits = TurnCommits(calls, self.metrics, patience_s=commit_patience_s)
-        ending = EndingTurns(self.tasks)
-        self.empty_turns = EmptyTurns(self.sessions, self.host, commits, ending, self.tasks)
-        self.turns = TurnRunner(
-            engine=self.engine,
-            sessions=self.sessions,
-            host=self.host,
-            drain=self.drain,
-            commits=commits,
-            ending=ending,
-            unnamed=self.unnamed,
-            builder=self.builder,
-            event_maker=EventMaker(text, self.metrics, time.perf_counter),
-            mailbox=self.mailbox,
-            load=load or TenantLoad(),
-            metrics=self.metrics,
-            tasks=self.tasks,
-            clock=time.perf_counter,
-            unix_clock=lambda: self.unix_clock(),
-            traces=replica_traces(spans, replica_id),
-        )
-        self.calls = self._pinned_calls()
-
-    def _hold_sessions(self, drain_clock: Callable[[], float], tokens_per_s: float) -> None:
+        nothing: Any = None
         calls: Any = self.controller
-        self.host = SessionHost(
-            self.replica_id,
-            self.engine,
-            self.sessions,
-            calls,
-            self.tasks,
-            engine_timeout_s=WAIT_S,
-            on_loaded=lambda after_s: self.metrics.session_loaded(after_s),
+        place = ReplicaPlace(
+            replica_id,
+            controller=calls,
+            listener=nothing,
+            publish_gauges=nothing,
+            load_text=nothing,
+            clock=clock,
+            unix_clock=lambda: self.unix_clock(),
+            settle=nothing,
         )
-        self.offers = SessionOffers(self.replica_id, calls)
-        self.drain = ReplicaDrain(
-            self.replica_id,
-            self.host,
-            self.sessions,
-            self.offers,
-            calls,
-            self.tasks,
-            calls=lambda: self.turns.num_live,
-            clock=drain_clock,
-            tokens_per_s=tokens_per_s,
-            within_s=DRAIN_WITHIN_S,
+        super().__init__(
+            settings_of(settings or {}),
+            place,
+            engine,
+            mailbox,
+            BackgroundTasks(),
+            NoLinks(self),
+            text=text,
+            constraints=constraints_of(text),
+            model=model or ServedModel(text.fingerprint("null"), VOCAB_SIZE),
+            sampling=SamplingDefaults(),
+            spans=spans,
         )
-        self.heartbeats = Heartbeats(
-            self.replica_id, self.engine, self.sessions, calls, self.host, self.offers, self.drain
-        )
-
-    def _pinned_calls(self) -> PinnedCalls:
-        return PinnedCalls(
-            self.replica_id,
-            self.engine,
-            host=self.host,
-            turns=self.turns,
-            empty_turns=self.empty_turns,
-            moves=self.moves,
-            unnamed=self.unnamed,
-            drain=self.drain,
-            builder=self.builder,
-            kv_watch=self.kv_watch,
-            metrics=self.metrics,
-            describe=lambda: replica_figures(self.replica_id, self.turns.num_live, 0, self.engine),
-            model_info=lambda: MODEL,
-            engine_timeout_s=WAIT_S,
-        )
-
-    def _kv_watch(self) -> KVWatch:
-        watch = KVWatch(
-            self.engine,
-            self.metrics,
-            lambda session_id: self.sessions.epoch(session_id) is not None or session_id in self.unnamed,
-            MetricsArgs(audit_interval_s=0.1, tenant_names=True),
-            clock=map(float, itertools.count()).__next__,  # a walk is due at every look
-            unix_clock=time.time,
-        )
-        self.metrics.read(replica_gauges(self.engine, self.sessions, self.unnamed, lambda: 0))
-        return watch
 
     def open_session(self, session_id: str, **options: Any) -> int:
         """Registers a session in the ledger. Returns its epoch."""
@@ -363,7 +304,7 @@ class Rig:
 
     def figure(self, name: str, **labels: str) -> float:
         """The value of a metric of the replica; 0 if it has no such sample."""
-        wanted = {"replica": self.replica_id, **labels}
+        wanted = {"replica": self.replica_id, **METRIC_LABELS, **labels}
         families = text_string_to_metric_families(self.metrics.render())
         samples = [sample for family in families for sample in family.samples]
         return sum(sample.value for sample in samples if sample.name == name and sample.labels == wanted)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from serving.front.http import create_http_app
-from tests.unit.serving.local_service import METRIC_LABELS, LocalService, client_of, local_client, small_text
+from tests.unit.serving.local_service import LocalService, client_of, local_client, small_text
 from tests.unit.serving.replica_rig import running_rig
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -68,7 +68,7 @@ LONG = "b" * 300
 async def test_what_is_too_long_for_the_pool_is_named(
     tmp_path: Path, path: str, body: dict[str, Any], param: str
 ) -> None:
-    async with running_rig(tmp_path, text=small_text(), num_pages=32, metric_labels=METRIC_LABELS) as rig:
+    async with running_rig(tmp_path, text=small_text(), num_pages=32) as rig:
         service = LocalService(rig)
         async with client_of(create_http_app(lambda: service)) as client:
             reply = await client.post(path, json=body)

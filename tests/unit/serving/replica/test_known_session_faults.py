@@ -11,9 +11,7 @@ import pytest
 
 from serving.wire.turns import TurnEvent
 from tests.unit.engine.null_runner import null_generate
-from tests.unit.serving.replica_rig import VOCAB_SIZE, WAIT_S, Rig, call, running_rig, tokens_of
-
-AT_ONCE_S = 1e-6
+from tests.unit.serving.replica_rig import ENDS_AT_ONCE, VOCAB_SIZE, WAIT_S, Rig, call, running_rig, tokens_of
 
 
 class Aborts:
@@ -119,7 +117,7 @@ async def test_turns_that_overlap_are_refused_for_as_long_as_the_first_one_lasts
 @pytest.mark.parametrize("end", ["aborted", "left", "timed out", "closed"])
 async def test_a_session_whose_turn_ended_in_the_queue_goes_on(tmp_path: Path, end: str) -> None:
     """Another session's turn is in a step meanwhile."""
-    async with running_rig(tmp_path, idle_timeout_s=AT_ONCE_S if end == "timed out" else 3600.0) as rig:
+    async with running_rig(tmp_path, settings=ENDS_AT_ONCE if end == "timed out" else None) as rig:
         epoch, history = await first_turn(rig)
         other_epoch = rig.open_session("other")
         rig.runner.hold()

@@ -15,6 +15,7 @@ from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.replica_rig import VOCAB_SIZE, Rig, call, running_rig, tokens_of
 
 SHORT_S = 0.1
+IMPATIENT = {"controller": {"commit_patience_s": SHORT_S}}
 LONG_S = 3600.0
 
 
@@ -199,7 +200,7 @@ async def test_a_close_waits_for_a_pending_commit(rig: Rig) -> None:
 
 @pytest.mark.parametrize("in_log", [False, True])
 async def test_patience_ends_in_a_typed_error_and_the_key_finds_out(tmp_path: Path, in_log: bool) -> None:
-    async with running_rig(tmp_path, commit_patience_s=SHORT_S) as rig:
+    async with running_rig(tmp_path, settings=IMPATIENT) as rig:
         epoch = rig.open_session("s")
         history = [1, *tokens_of(await rig.run(call([1], "s"), epoch))]
         failures = [StoreError("Redis is away")] * 1000
@@ -224,7 +225,7 @@ async def test_patience_ends_in_a_typed_error_and_the_key_finds_out(tmp_path: Pa
 
 
 async def test_patience_ends_though_nothing_answers(tmp_path: Path) -> None:
-    async with running_rig(tmp_path, commit_patience_s=SHORT_S) as rig:
+    async with running_rig(tmp_path, settings=IMPATIENT) as rig:
         epoch = rig.open_session("s")
         await rig.run(call([1], "s"), epoch)
         rig.controller.gate.clear()

@@ -29,12 +29,20 @@ from engine.api import (
     StepFailed,
 )
 from serving.replica import session_host
-from serving.replica.replica import execution_line, replica_figures
+from serving.replica.parts import ENGINE_CALL_TIMEOUT_S
+from serving.replica.replica import execution_line
 from serving.wire.calls import RewindSession
 from tests.unit.engine.null_runner import null_generate
-from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, WAIT_S, Rig, call, running_rig, tokens_of
+from tests.unit.serving.replica_rig import (
+    ENDS_AT_ONCE,
+    REPLICA_ID,
+    VOCAB_SIZE,
+    Rig,
+    call,
+    running_rig,
+    tokens_of,
+)
 
-AT_ONCE_S = 1e-6
 KEPT = {"whole": [1, 2], "cut": [3], "after": [4]}
 
 
@@ -237,7 +245,7 @@ async def test_close_during_a_turn_waits_for_its_end(rig: Rig) -> None:
 
 
 async def test_idle_sessions_end_but_never_during_a_turn(tmp_path: Path) -> None:
-    async with running_rig(tmp_path, idle_timeout_s=AT_ONCE_S) as rig:
+    async with running_rig(tmp_path, settings=ENDS_AT_ONCE) as rig:
         epoch = rig.open_session("s")
         rig.runner.hold()
         task = asyncio.create_task(rig.run(call([1], "s", max_new_tokens=20), epoch))
@@ -254,7 +262,7 @@ async def test_idle_sessions_end_but_never_during_a_turn(tmp_path: Path) -> None
 async def test_idle_sessions_end_together(tmp_path: Path) -> None:
     """Each waits for the controller and for a step of the engine. One after the other they ended slower than clients
     may open them."""
-    async with running_rig(tmp_path, idle_timeout_s=AT_ONCE_S) as rig:
+    async with running_rig(tmp_path, settings=ENDS_AT_ONCE) as rig:
         names = [f"s{index}" for index in range(5)]
         for name in names:
             await rig.run(call([1], name), rig.open_session(name))
@@ -271,7 +279,7 @@ async def test_a_session_that_is_used_while_others_end_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_host, "ENDS_AT_ONCE", 1)
-    async with running_rig(tmp_path, idle_timeout_s=AT_ONCE_S) as rig:
+    async with running_rig(tmp_path, settings=ENDS_AT_ONCE) as rig:
         epochs = {name: rig.open_session(name) for name in ("idle", "used")}
         for name, epoch in epochs.items():
             await rig.run(call([1], name), epoch)
@@ -295,7 +303,9 @@ async def test_neither_a_rewind_nor_a_turn_after_it_waits_for_the_engine_to_cut_
     history = [1, *tokens_of(await rig.run(call([1], "s"), epoch))]
     with monkeypatch.context() as patched:
         patched.setattr(rig.engine, "rewind_session", lambda *_: Future())
-        async with asyncio.timeout(WAIT_S / 2):  # the engine never does, and is waited for WAIT_S
+        async with asyncio.timeout(
+            ENGINE_CALL_TIMEOUT_S / 2
+        ):  # the engine never does, and would be waited for
             await rig.empty_turns.rewind(RewindSession("s", epoch, 3))
             events = await rig.run(call([2], "s"), epoch)
     assert tokens_of(events) == null_generate([*history[:3], 2], 8, VOCAB_SIZE)
@@ -430,19 +440,18 @@ async def test_metrics_tell_outcomes_and_pages(rig: Rig) -> None:
     epoch = rig.open_session("s")
     await rig.run(call([1], "s"), epoch)
     await rig.run(call([], "s"), epoch)
-    text = rig.metrics.render()
-    assert f'kedge_turns_total{{outcome="committed",replica="{REPLICA_ID}"}} 1.0' in text
-    assert f'kedge_turns_total{{outcome="refused",replica="{REPLICA_ID}"}} 1.0' in text
-    assert f'kedge_kv_pages{{account="leaked",pool="full",replica="{REPLICA_ID}"}} 0.0' in text
-    assert f'kedge_ttft_seconds_count{{replica="{REPLICA_ID}"}} 1.0' in text
+    assert rig.figure("kedge_turns_total", outcome="committed") == 1
+    assert rig.figure("kedge_turns_total", outcome="refused") == 1
+    assert rig.figure("kedge_kv_pages", account="leaked", pool="full") == 0
+    assert rig.figure("kedge_ttft_seconds_count") == 1
 
 
 async def test_figures_say_what_it_runs_on(rig: Rig) -> None:
     await rig.run(call([1, 2, 3]))
-    figures = replica_figures("replica-a", rig.turns.num_live, 2, rig.engine)
+    figures = rig.describe()
     assert figures["execution"] == rig.runner.describe()
     assert figures["execution"]["runner"] == "null"
-    assert (figures["replica_id"], figures["live_turns"], figures["links"]) == ("replica-a", 0, 2)
+    assert (figures["replica_id"], figures["live_turns"], figures["links"]) == (REPLICA_ID, 0, 0)
     assert json.loads(json.dumps(figures)) == figures
     assert "runner null" in execution_line(rig.engine)
 

@@ -4,7 +4,6 @@ of the others load."""
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -45,8 +44,8 @@ def in_use(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def up(tmp_path: Path, clock: ManualClock) -> AsyncIterator[Failover]:
     """Replica "a" has three sessions with 10 tokens each; "b" has nothing."""
-    options = {"drain_clock": clock, "tokens_per_s": TOKENS_PER_S}
-    async with running_failover(tmp_path, **options) as failover:
+    settings = {"rebalancing": {"tokens_per_s": TOKENS_PER_S}}
+    async with running_failover(tmp_path, clock=clock, settings=settings) as failover:
         for rig in failover.rigs:
             rig.runner.step_s = 0.0
         *others, last = NAMES
@@ -135,10 +134,12 @@ async def test_a_heartbeat_begins_no_drain_anew(served: Failover, clock: ManualC
     assert owners(served) == "bbb"
 
 
-async def test_a_session_that_is_used_while_others_are_offered_goes_at_the_pace(served: Failover) -> None:
+async def test_a_session_that_is_used_while_others_are_offered_goes_at_the_pace(
+    served: Failover, clock: ManualClock
+) -> None:
     """A round used to go by what it had found at its beginning."""
     a = served.rigs[0]
-    a.sessions._clock = lambda: time.monotonic() + 7200.0  # nobody has used them for two hours
+    a.sessions._clock = lambda: clock() + 7200.0  # nobody has used them for two hours
     served.controller.gate.clear()
     handing_over = asyncio.create_task(a.drain.hand_over())
     await a.in_turn("r")

@@ -65,11 +65,11 @@ def test_what_has_ended_leaves_nothing(requests: list[tuple[str, int, bool]]) ->
 
 @pytest.fixture
 async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
-    load = TenantLoad(max_turns=1, max_queued_tokens=100)
-    async with running_rig(tmp_path, load=load) as rig:
+    tenants = {"max_turns_in_flight": 1, "max_queued_tokens": 100}
+    async with running_rig(tmp_path, settings={"tenants": tenants}) as rig:
         yield rig
         await rig.books_are_empty()
-        assert not load._uses
+        assert not rig.turns._load._uses
 
 
 async def test_a_tenant_with_all_its_turns_in_flight_gets_429_and_others_go_on(rig: Rig) -> None:

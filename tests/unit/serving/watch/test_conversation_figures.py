@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.unit.serving.local_service import METRIC_LABELS, local_client
+from tests.unit.serving.local_service import local_client
+from tests.unit.serving.replica_rig import METRIC_LABELS
 
 CHAT = {"model": "null-model", "max_tokens": 4}
 

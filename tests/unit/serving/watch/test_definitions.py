@@ -11,7 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serving.watch.definitions import CONSTANT_LABELS, DEFINITIONS, LABELS
 from serving.watch.metric_definition import Definition, Kind
-from tests.unit.serving.local_service import METRIC_LABELS, local_client
+from tests.unit.serving.local_service import local_client
+from tests.unit.serving.replica_rig import METRIC_LABELS
 
 ROOT = Path(__file__).parents[4]
 HELLO = {"role": "user", "content": "hello"}
