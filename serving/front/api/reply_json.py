@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from msgspec import UNSET, UnsetType
 
 from serving.front.api.turn_headers import turn_headers
-from serving.front.api.turn_streams import TurnResult
+from serving.wire.turns import TurnEvent
 
 T = TypeVar("T")
 
@@ -80,6 +80,6 @@ def shown(text: bytes) -> str:
     return text.decode("utf-8", "replace")
 
 
-def json_reply(text: bytes, results: Sequence[TurnResult]) -> Response:
+def json_reply(text: bytes, results: Sequence[TurnEvent]) -> Response:
     """A JSON reply. The headers describe its session's turn, of which a reply has at most one."""
     return Response(text, media_type="application/json", headers=turn_headers(results[0]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -15,13 +14,12 @@ from msgspec.structs import replace
 from starlette.types import Receive
 
 from serving.front.api.errors import ClientGone
+from serving.wire.turn_events import merge_events
 from serving.wire.turns import (
     ErrorInfo,
     ServiceError,
-    TextLogprob,
     TurnCall,
     TurnEvent,
-    TurnFinish,
 )
 
 T = TypeVar("T")
@@ -79,46 +77,6 @@ async def beside_streams(make: Callable[[], T], num_messages: int) -> T:
     return make() if num_messages <= _FEW_MESSAGES else await asyncio.to_thread(make)
 
 
-@dataclass(slots=True)
-class TurnResult:
-    """A whole turn. Token counts are those of its last event; `elapsed_s`: since its submission."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TextLogprob] = field(default_factory=list)
-    input_logprobs: list[TextLogprob] = field(default_factory=list)
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    draft_tokens: int = 0
-    accepted_draft_tokens: int = 0
-    finish: TurnFinish | None = None
-    turn_index: int | None = None
-    replayed: bool = False
-    in_thought: bool = False
-    ended_s: float | None = None
-    started_s: float = field(default_factory=time.perf_counter)
-    elapsed_s: float = 0.0
-
-    def add(self, event: TurnEvent) -> None:
-        """Adds the turn's next event."""
-        self.text += event.text
-        self.token_ids.extend(event.token_ids)
-        self.logprobs.extend(event.logprobs)
-        self.input_logprobs.extend(event.input_logprobs)
-        self.prompt_tokens = event.prompt_tokens
-        self.cached_tokens = event.cached_tokens
-        self.completion_tokens = event.completion_tokens
-        self.draft_tokens = event.draft_tokens
-        self.accepted_draft_tokens = event.accepted_draft_tokens
-        self.finish = event.finish
-        self.turn_index = event.turn_index
-        self.replayed = event.replayed
-        self.in_thought = event.in_thought
-        self.ended_s = event.ended_s
-        self.elapsed_s = time.perf_counter() - self.started_s
-
-
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Awaits `work`. If the client leaves, cancels it, waits until it has cleaned up and raises ClientGone.
 
@@ -169,13 +127,18 @@ async def open_turns(service: RunsTurns, plan: TurnPlan) -> AsyncIterator[AsyncI
             await _stop(feeders)
 
 
-async def collect(service: RunsTurns, plan: TurnPlan) -> list[TurnResult]:
-    """Runs the plan's calls to their ends. Returns the whole turns, in the order of the calls."""
-    results = [TurnResult() for _ in plan.calls]
+async def collect(
+    service: RunsTurns, plan: TurnPlan, on_end: Callable[[int], None] = lambda _: None
+) -> list[TurnEvent]:
+    """Runs the plan's calls to their ends. Returns each whole turn as one event, in the order of the calls. `on_end` is
+    called with the index of each call whose turn has ended."""
+    turns: list[list[TurnEvent]] = [[] for _ in plan.calls]
     async with open_turns(service, plan) as events:
         async for index, event in events:
-            results[index].add(event)
-    return results
+            turns[index].append(event)
+            if event.finish is not None:
+                on_end(index)
+    return [merge_events(turn) for turn in turns]
 
 
 @contextmanager

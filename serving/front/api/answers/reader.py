@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from serving.front.api.answers.held import HeldAnswer
 from serving.front.api.answers.tools import ToolUse
 from serving.front.api.answers.tools_schema import CallDelta, FunctionDelta
-from serving.front.api.turn_streams import TurnResult
 from serving.text.answer_parsers import answer_parser
 from serving.text.answer_pieces import AnswerParser, Piece, Thought
 from serving.text.reasoning.formats import ReasoningName, shown_tokens
@@ -117,7 +116,7 @@ class AnswerReader:
         self._parser: AnswerParser | None = None
         self._has_calls = False
 
-    def read(self, output: TurnEvent | TurnResult) -> AnswerPart:
+    def read(self, output: TurnEvent) -> AnswerPart:
         """What the choice's next event, or the whole choice, adds."""
         if self._tools is None and self._reasoning is None:
             return AnswerPart([output.text])
@@ -132,7 +131,7 @@ class AnswerReader:
         self._has_calls = self._has_calls or bool(part.calls)
         return part
 
-    def _parser_of(self, output: TurnEvent | TurnResult) -> AnswerParser:
+    def _parser_of(self, output: TurnEvent) -> AnswerParser:
         calls, schemas = (None, {}) if self._tools is None else (self._tools.format_name, self._tools.schemas)
         return answer_parser(calls, schemas, self._reasoning, inside=output.in_thought)
 
@@ -141,7 +140,7 @@ class AnswerReader:
         """Whether the model broke off one of the choice's calls. To be read after the choice's last part."""
         return self._parser is not None and self._parser.is_broken_off
 
-    def finish(self, output: TurnEvent | TurnResult) -> TurnFinish | None:
+    def finish(self, output: TurnEvent) -> TurnFinish | None:
         """How the choice ended. To be called after `read`: a stop after calls becomes "tool_calls". If a call was
         broken off it stays a stop, because clients run the calls of an answer that ends with "tool_calls"."""
         finish = output.finish

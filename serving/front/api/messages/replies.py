@@ -13,7 +13,6 @@ from serving.front.api.answers.reader import AnswerPart
 from serving.front.api.answers.tools_schema import CallDelta
 from serving.front.api.errors import CLIENT_CLOSED_REQUEST
 from serving.front.api.reply_json import Reply
-from serving.front.api.turn_streams import TurnResult
 from serving.text.answer_pieces import Thought
 from serving.wire.turns import ErrorInfo, ServiceError, TurnEvent, TurnFinish
 
@@ -73,7 +72,7 @@ def no_edits(asked: bool) -> AppliedEdits | UnsetType:
     return AppliedEdits(applied_edits=[]) if asked else UNSET
 
 
-def usage_of(output: TurnEvent | TurnResult) -> MessageUsage:
+def usage_of(output: TurnEvent) -> MessageUsage:
     return MessageUsage(
         input_tokens=output.prompt_tokens - output.cached_tokens,
         cache_read_input_tokens=output.cached_tokens,

@@ -36,13 +36,12 @@ from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import (
     TurnPlan,
-    TurnResult,
     beside_streams,
     collect,
     in_the_words_of,
     until_disconnect,
 )
-from serving.wire.turns import ModelInfo, SessionTurn, TurnCall, TurnFinish
+from serving.wire.turns import ModelInfo, SessionTurn, TurnCall, TurnEvent, TurnFinish
 
 REQUEST_ID = "request-id"
 
@@ -132,7 +131,7 @@ def _name_of_message(body: PromptBody, index: int) -> str:
 
 
 def _reply(
-    body: MessagesBody, reader: AnswerReader, reply_id: str, model_id: str, result: TurnResult
+    body: MessagesBody, reader: AnswerReader, reply_id: str, model_id: str, result: TurnEvent
 ) -> bytes:
     content = blocks_of(reader.read(result))
     reason, sequence = stop_of(reader.finish(result) or TurnFinish("abort"))

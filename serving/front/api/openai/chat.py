@@ -55,7 +55,7 @@ from serving.front.api.rules import rules_of
 from serving.front.api.session_headers import InSession
 from serving.front.api.sse import TurnEventStream, server_event
 from serving.front.api.strict_json import StrictJsonRoute
-from serving.front.api.turn_streams import TurnPlan, TurnResult, beside_streams, collect, until_disconnect
+from serving.front.api.turn_streams import TurnPlan, beside_streams, collect, until_disconnect
 from serving.wire.turns import ChatPrompt, ModelInfo, TextLogprob, TurnCall, TurnEvent
 
 NO_LOGPROBS = ChatLogprobs(content=[])
@@ -139,7 +139,7 @@ def _chat_logprob(body: ChatBody, entry: TextLogprob) -> dict[str, Any]:
     return answer_logprob(entry, body.top_logprobs or 0, by_id=by_id)
 
 
-def _stop_fields(body: ChatBody, reader: ChatReader, output: TurnEvent | TurnResult) -> dict[str, Any]:
+def _stop_fields(body: ChatBody, reader: ChatReader, output: TurnEvent) -> dict[str, Any]:
     return stop_fields(
         reader.finish(output),
         output.token_ids,
@@ -153,7 +153,7 @@ async def _reply(
     readers: Sequence[ChatReader],
     reply_id: str,
     model_id: str,
-    results: Sequence[TurnResult],
+    results: Sequence[TurnEvent],
 ) -> bytes:
     choices = []
     for index, (reader, result) in enumerate(zip(readers, results, strict=True)):

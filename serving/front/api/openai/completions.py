@@ -49,7 +49,7 @@ from serving.front.api.rules import rules_of
 from serving.front.api.session_headers import InSession
 from serving.front.api.sse import TurnEventStream, server_event
 from serving.front.api.strict_json import StrictJsonRoute
-from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
+from serving.front.api.turn_streams import TurnPlan, collect, until_disconnect
 from serving.wire.turns import (
     ModelInfo,
     TextLogprob,
@@ -190,7 +190,7 @@ class CompletionEncoder(ChunkEncoder):
     def _choice_of(self, index: int, text: str) -> CompletionChoice:
         return CompletionChoice(index=index, text=text)
 
-    async def whole(self, results: Sequence[TurnResult]) -> bytes:
+    async def whole(self, results: Sequence[TurnEvent]) -> bytes:
         """The reply to a request that is not streamed."""
         choices = [
             await self._with_logprobs(reply_json(self._choice(index, result)), index, result)
@@ -199,7 +199,7 @@ class CompletionEncoder(ChunkEncoder):
         reply = self._chunk_of(choices=[], usage=self._usage.usage())
         return filled(reply_json(reply), "choices", joined_items(choices))
 
-    def _choice(self, index: int, output: TurnEvent | TurnResult) -> CompletionChoice:
+    def _choice(self, index: int, output: TurnEvent) -> CompletionChoice:
         self._usage.note(index, output)
         text = self._text(index, output)
         self._started.add(index)
@@ -216,10 +216,10 @@ class CompletionEncoder(ChunkEncoder):
             ),
         )
 
-    def _text(self, index: int, output: TurnEvent | TurnResult) -> str:
+    def _text(self, index: int, output: TurnEvent) -> str:
         return self._echoed(index, output) + output.text if self._body.echo else output.text
 
-    def _echoed(self, index: int, output: TurnEvent | TurnResult) -> str:
+    def _echoed(self, index: int, output: TurnEvent) -> str:
         """The part of the prompt that this event echoes. Token ids have their text from the replica, which sends it as
         it computes the prompt."""
         prompt = self._prompts[index // self._num_choices]
@@ -228,13 +228,13 @@ class CompletionEncoder(ChunkEncoder):
         computed = bool(output.token_ids) or output.finish is not None
         return self._echoes[index].decode(_bytes_of(output.input_logprobs), final=computed)
 
-    def _logprobs(self, output: TurnEvent | TurnResult) -> Sequence[TextLogprob]:
+    def _logprobs(self, output: TurnEvent) -> Sequence[TextLogprob]:
         """Log-probabilities of the choice's text, an echoed prompt included."""
         if self._body.logprobs is None:
             return ()
         return (*(output.input_logprobs if self._body.echo else ()), *output.logprobs)
 
-    async def _with_logprobs(self, text: bytes, index: int, output: TurnEvent | TurnResult) -> bytes:
+    async def _with_logprobs(self, text: bytes, index: int, output: TurnEvent) -> bytes:
         """Puts the log-probabilities into the JSON of a choice, which has NO_LOGPROBS if there are any."""
         if self._body.prompt_logprobs is not None:
             of_prompt = await prompt_logprob_items(output.input_logprobs, self._body.prompt_logprobs)

@@ -14,7 +14,6 @@ from serving.front.api.errors import openai_error
 from serving.front.api.openai.requests import OpenAiBody
 from serving.front.api.reply_json import Reply, TextTemplate, or_unset, reply_json
 from serving.front.api.sse import DONE, KEEP_ALIVE_COMMENT, error_then_done, server_event
-from serving.front.api.turn_streams import TurnResult
 from serving.wire.turns import ErrorInfo, TurnEvent, TurnFinish
 
 
@@ -50,9 +49,9 @@ class UsageCounter:
 
     def __init__(self, choices_per_prompt: int) -> None:
         self._choices_per_prompt = choices_per_prompt
-        self._latest: dict[int, TurnEvent | TurnResult] = {}
+        self._latest: dict[int, TurnEvent] = {}
 
-    def note(self, index: int, totals: TurnEvent | TurnResult) -> None:
+    def note(self, index: int, totals: TurnEvent) -> None:
         self._latest[index] = totals
 
     def usage(self) -> Usage:
@@ -68,7 +67,7 @@ class UsageCounter:
         )
 
 
-def _predicted(totals: Iterable[TurnEvent | TurnResult]) -> PredictedTokens | UnsetType:
+def _predicted(totals: Iterable[TurnEvent]) -> PredictedTokens | UnsetType:
     """UNSET if nothing was proposed."""
     drafts = [(each.draft_tokens, each.accepted_draft_tokens) for each in totals]
     proposed, accepted = (sum(counts) for counts in zip(*drafts, strict=True)) if drafts else (0, 0)
@@ -79,7 +78,7 @@ def _predicted(totals: Iterable[TurnEvent | TurnResult]) -> PredictedTokens | Un
     )
 
 
-def usage_of(results: Iterable[TurnResult], choices_per_prompt: int) -> Usage:
+def usage_of(results: Iterable[TurnEvent], choices_per_prompt: int) -> Usage:
     """The usage of whole turns."""
     counter = UsageCounter(choices_per_prompt)
     for index, result in enumerate(results):

@@ -11,7 +11,6 @@ from serving.front.api.answers.reader import AnswerReader
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.output import Event, OutputItems, Status
 from serving.front.api.responses.tools import OfferedTools
-from serving.front.api.turn_streams import TurnResult
 from serving.wire.turns import ErrorInfo, TurnEvent, TurnFinish
 
 _SERVER_ERROR = "server_error"
@@ -72,7 +71,7 @@ class ResponseReader:
         """The items of the output that have ended."""
         return self._items.items
 
-    def read(self, output: TurnEvent | TurnResult) -> list[Event]:
+    def read(self, output: TurnEvent) -> list[Event]:
         """The response's events for the turn's next event, or for the whole turn."""
         logprobs = [logprob_json(entry, self._top_logprobs) for entry in output.logprobs]
         events = list(self._items.add(self._reader.read(output), logprobs))
@@ -83,7 +82,7 @@ class ResponseReader:
             return [*events, *self._items.end(_status_of(finish))]
         return [*events, *self._items.end_answer(_status_of(finish))]
 
-    def response(self, output: TurnEvent | TurnResult) -> Json | None:
+    def response(self, output: TurnEvent) -> Json | None:
         """The whole response, once its turn has ended and been read."""
         finish = self._reader.finish(output)
         if finish is None:
@@ -98,11 +97,11 @@ class ResponseReader:
         )
 
 
-def completed_at_of(output: TurnEvent | TurnResult) -> int | None:
+def completed_at_of(output: TurnEvent) -> int | None:
     return None if output.ended_s is None else int(output.ended_s)
 
 
-def usage_of(output: TurnEvent | TurnResult) -> Json:
+def usage_of(output: TurnEvent) -> Json:
     return {
         "input_tokens": output.prompt_tokens,
         "input_tokens_details": {"cached_tokens": output.cached_tokens, "cache_write_tokens": 0},

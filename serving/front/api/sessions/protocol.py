@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -166,11 +167,17 @@ async def generate(
             body, plan, numbered=as_list, incremental=rules.incremental_streaming_output
         )
         return TurnEventStream(runner, plan, encoder)
-    results = await until_disconnect(request.receive, collect(runner, plan))
+    started_s, ended_s = time.perf_counter(), [0.0] * len(plan.calls)
+
+    def ended(index: int) -> None:
+        ended_s[index] = time.perf_counter()
+
+    turns = await until_disconnect(request.receive, collect(runner, plan, ended))
     replies = [
-        await whole_reply(body, call, result) for call, result in zip(plan.calls, results, strict=True)
+        await whole_reply(body, call, turn, at_s - started_s)
+        for call, turn, at_s in zip(plan.calls, turns, ended_s, strict=True)
     ]
-    return json_reply(b"[%s]" % joined_items(replies) if as_list else replies[0], results)
+    return json_reply(b"[%s]" % joined_items(replies) if as_list else replies[0], turns)
 
 
 async def _in_session(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from serving.front.api.errors import session_error
 from serving.front.api.reply_json import filled, joined_items, list_items, or_unset, reply_json, shown
 from serving.front.api.sessions.schema import GenerateBody, GenerateReply, LogprobEntry, MetaInfo
 from serving.front.api.sse import DONE, KEEP_ALIVE_COMMENT, error_then_done, server_event
-from serving.front.api.turn_streams import TurnPlan, TurnResult
+from serving.front.api.turn_streams import TurnPlan
 from serving.wire.turns import ErrorInfo, TextLogprob, TurnCall, TurnEvent, TurnFinish
 
 NEW_SHARE = 1 / 128
@@ -30,9 +30,9 @@ ItemsByField = Mapping[str, bytes]
 """JSON of the entries in each list of log-probabilities."""
 
 
-async def whole_reply(body: GenerateBody, call: TurnCall, result: TurnResult) -> bytes:
-    """The reply to one call that is not streamed, as JSON."""
-    return _reply(call, result, await _logprob_items(body, result), None)
+async def whole_reply(body: GenerateBody, call: TurnCall, turn: TurnEvent, elapsed_s: float) -> bytes:
+    """The reply to one call that is not streamed, as JSON. The turn took `elapsed_s`."""
+    return _reply(call, turn, elapsed_s, await _logprob_items(body, turn), None)
 
 
 class GenerateEncoder:
@@ -47,7 +47,9 @@ class GenerateEncoder:
         self._calls = plan.calls
         self._numbered = numbered
         self._incremental = incremental
-        self._results = [TurnResult() for _ in plan.calls]
+        self._started_s = time.perf_counter()
+        self._texts = [""] * len(plan.calls)
+        self._token_ids: list[list[int]] = [[] for _ in plan.calls]
         self._written: list[defaultdict[str, list[bytes]]] = [defaultdict(list) for _ in plan.calls]
         """The JSON of each call's log-probabilities so far, so that each entry is written only once."""
         self._told = [_Sent() for _ in plan.calls]
@@ -57,17 +59,15 @@ class GenerateEncoder:
 
     async def chunk(self, index: int, event: TurnEvent) -> bytes:
         new = await _logprob_items(self._body, event)
-        result = self._results[index]
-        result.add(replace(event, logprobs=(), input_logprobs=()))
-        if self._incremental:
-            result = dataclasses.replace(result, text=event.text, token_ids=list(event.token_ids))
-        else:
-            self._add(index, new)
+        if not self._incremental:
+            self._add(index, event, new)
             if not self._told[index].may_send(event, new):
                 return b""
+            event = replace(event, text=self._texts[index], token_ids=tuple(self._token_ids[index]))
             new = {name: joined_items(texts) for name, texts in self._written[index].items()}
         number = index if self._numbered else None
-        return server_event(_reply(self._calls[index], result, new, number))
+        elapsed_s = time.perf_counter() - self._started_s
+        return server_event(_reply(self._calls[index], event, elapsed_s, new, number))
 
     def closing(self) -> bytes:
         return DONE
@@ -75,8 +75,10 @@ class GenerateEncoder:
     def error(self, info: ErrorInfo) -> bytes:
         return error_then_done(session_error(info))
 
-    def _add(self, index: int, new: ItemsByField) -> None:
-        for name, items in new.items():
+    def _add(self, index: int, event: TurnEvent, logprobs: ItemsByField) -> None:
+        self._texts[index] += event.text
+        self._token_ids[index].extend(event.token_ids)
+        for name, items in logprobs.items():
             self._written[index][name].append(items)
 
 
@@ -99,22 +101,24 @@ class _Sent:
         return True
 
 
-def _reply(call: TurnCall, result: TurnResult, logprobs: ItemsByField, number: int | None) -> bytes:
+def _reply(
+    call: TurnCall, said: TurnEvent, elapsed_s: float, logprobs: ItemsByField, number: int | None
+) -> bytes:
     no_logprobs: dict[str, Any] = {name: [] for name in logprobs}
-    finish = result.finish
+    finish = said.finish
     meta = MetaInfo(
         id=call.request_id,
-        prompt_tokens=result.prompt_tokens,
-        completion_tokens=result.completion_tokens,
-        cached_tokens=result.cached_tokens,
-        finish_reason=None if finish is None else _finish_reason(finish, result.completion_tokens),
-        e2e_latency=result.elapsed_s,
-        replayed=or_unset(result.replayed or None),
-        **_draft_fields(result),
+        prompt_tokens=said.prompt_tokens,
+        completion_tokens=said.completion_tokens,
+        cached_tokens=said.cached_tokens,
+        finish_reason=None if finish is None else _finish_reason(finish, said.completion_tokens),
+        e2e_latency=elapsed_s,
+        replayed=or_unset(said.replayed or None),
+        **_draft_fields(said),
         **no_logprobs,
     )
     reply = GenerateReply(
-        text=result.text, output_ids=result.token_ids, meta_info=meta, index=or_unset(number)
+        text=said.text, output_ids=list(said.token_ids), meta_info=meta, index=or_unset(number)
     )
     text = reply_json(reply)
     for name, items in logprobs.items():
@@ -132,17 +136,17 @@ def _finish_reason(finish: TurnFinish, completion_tokens: int) -> dict[str, Any]
             return {"type": finish.reason, "message": finish.message or "Aborted"}
 
 
-def _draft_fields(result: TurnResult) -> dict[str, Any]:
-    if not result.draft_tokens:
+def _draft_fields(said: TurnEvent) -> dict[str, Any]:
+    if not said.draft_tokens:
         return {}
     return {
-        "spec_accept_token_num": result.accepted_draft_tokens,
-        "spec_draft_token_num": result.draft_tokens,
-        "spec_accept_rate": result.accepted_draft_tokens / result.draft_tokens,
+        "spec_accept_token_num": said.accepted_draft_tokens,
+        "spec_draft_token_num": said.draft_tokens,
+        "spec_accept_rate": said.accepted_draft_tokens / said.draft_tokens,
     }
 
 
-async def _logprob_items(body: GenerateBody, output: TurnEvent | TurnResult) -> ItemsByField:
+async def _logprob_items(body: GenerateBody, output: TurnEvent) -> ItemsByField:
     if not body.return_logprob:
         return {}
     with_text = bool(body.return_text_in_logprobs)
