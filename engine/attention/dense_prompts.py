@@ -99,7 +99,6 @@ class DensePrompts:
         _, _, kv_heads, _, dim = kv_LJKSD.shape
         if kv_LJKSD.dtype not in (torch.bfloat16, FP8):
             raise AttentionUnavailable("flash prompts", f"it multiplies bfloat16, the KV is {kv_LJKSD.dtype}")
-        self.source = flash.source
         self._call = flash.call
         self._page_size = pool.page_size
         self._tokens = workspace_tokens

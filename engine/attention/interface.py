@@ -23,7 +23,6 @@ class AttentionUnavailable(RuntimeError):
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"attention {name!r} cannot run: {why}")
-        self.name = name
         self.why = why
 
 

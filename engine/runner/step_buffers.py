@@ -106,7 +106,6 @@ class StepBuffers:
         self._num_fields = SLOT + num_pools
         self._page_size = page_size
         self._max_kv_len = max_pages * page_size
-        self._device = device
         self._num_pools = num_pools
         self._ints = torch.zeros(self._num_fields * max_rows, dtype=torch.int32, device=device)
         self._longs_XN = torch.zeros((3 + num_pools, max_rows), dtype=torch.int64, device=device)

@@ -22,14 +22,12 @@ from serving.text.detokenizer import TokenBytes
 from serving.text.tool_calls.call_watch import watched_opening
 from serving.text.tool_calls.formats import NamedFormat, tool_format
 from serving.text.tool_calls.grammar import calls_grammar
-from serving.text.tool_calls.grammar_terms import NOTHING_FORCED
+from serving.text.tool_calls.grammar_terms import JSON_OPTIONS, NOTHING_FORCED
 from serving.text.tool_calls.openings import opening_of
 from serving.text.tool_calls.strict_grammar import strict_calls_grammar
 from serving.wire.turns import OutputConstraint
 
 if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
-
     from serving.text.tool_calls.formats import FormatName
 
 LIMITS = LLParserLimits(
@@ -37,15 +35,6 @@ LIMITS = LLParserLimits(
 )
 """A lexer state takes about a kilobyte. Fuel may be spent at the first token, on the engine's thread: 0.05 s at
 most."""
-JSON_OPTIONS: JsonCompileOptions = {
-    # A blank, or a line end with the indent after it. If more were allowed, a small model could write blanks for ever.
-    "whitespace_pattern": r" |\n {0,32}",
-    "item_separator": ",",
-    "key_separator": ":",
-    "coerce_one_of": False,
-    "lenient": False,
-}
-"""These come last, so that a schema cannot override them."""
 EXACT_INTEGERS = 2**53
 ANY_ARGUMENTS = {"type": "object"}
 _OPTIONS_LINE = re.compile(r"^\s*%llguidance\b.*$", re.MULTILINE)
@@ -74,9 +63,7 @@ class Grammars:
                 check_integers(constraint.source)
                 wanted = _restricting_calls(json.loads(constraint.source))
                 wanted["answer"] = without_annotations(wanted["answer"])
-                grammar = LLMatcher.grammar_from_lark(
-                    calls_grammar(wanted, self._special_ids(), JSON_OPTIONS)
-                )
+                grammar = LLMatcher.grammar_from_lark(calls_grammar(wanted, self._special_ids()))
             case "grammar":
                 grammar = LLMatcher.grammar_from_lark(lark_of(constraint.source))
             case "strict_calls":
@@ -133,7 +120,7 @@ class Grammars:
 
     def _call(self, name: FormatName, functions: Mapping[str, Mapping[str, Any]]) -> LLMatcher:
         check_integers(json.dumps(functions))
-        grammar = strict_calls_grammar(name, functions, self._special_ids(), JSON_OPTIONS)
+        grammar = strict_calls_grammar(name, functions, self._special_ids())
         return self._matcher(LLMatcher.grammar_from_lark(grammar))
 
     @cached_property

@@ -57,7 +57,6 @@ class ReplicaMetrics:
     def __init__(
         self, replica_id: str, stats: Callable[[], EngineStats], constant: Mapping[str, str] = NO_LABELS
     ) -> None:
-        self._stats = stats
         self._told: list[Callable[[EndedTurn], None]] = []
         made = self._set = MetricSet(replica_id, constant)
         made.read(lambda: engine_figures(stats()))

@@ -18,12 +18,10 @@ from serving.text.tool_calls.pythonic_grammar import pythonic_call
 from serving.text.tool_calls.tagged_grammar import tagged_call
 
 
-def calls_grammar(
-    wanted: Mapping[str, Any], special_ids: Mapping[str, int], json_options: Mapping[str, Any]
-) -> str:
+def calls_grammar(wanted: Mapping[str, Any], special_ids: Mapping[str, int]) -> str:
     """`wanted` comes from serving/front/api/answers/tools.py. The format's special tokens are tokens in the grammar."""
     form = tool_format(wanted["format"])
-    terms = GrammarTerms(special_ids, json_options)
+    terms = GrammarTerms(special_ids)
     rules = []
     for index, function in enumerate(wanted["functions"]):
         name, parameters = f"call_{index}", function["parameters"]

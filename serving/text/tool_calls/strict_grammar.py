@@ -40,11 +40,10 @@ def strict_calls_grammar(
     name: FormatName,
     functions: Mapping[str, Mapping[str, Any]],
     special_ids: Mapping[str, int],
-    json_options: Mapping[str, Any],
 ) -> str:
     """`functions` are the schemas of their parameters, by function name. Special tokens of the format are tokens in the
     grammar."""
-    return _Writer(name, GrammarTerms(special_ids, json_options)).grammar(functions)
+    return _Writer(name, GrammarTerms(special_ids)).grammar(functions)
 
 
 class _Writer:
