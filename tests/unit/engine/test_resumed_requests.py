@@ -4,27 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.api import Finish, FinishReason, GenerateRequest, InvalidRequest, LogprobParams, SamplingParams
-from engine.build import assemble_engine
-from engine.build_runner import build_runner
-from engine.models.loader import load_model
 from engine.settings import (
-    CacheSettings,
-    ModelSettings,
-    SchedulerSettings,
     SpeculationMethod,
-    SpeculationSettings,
 )
 from tests.unit.engine.driver import VOCAB, Driver, Outcome, Talk, greedy, request
-from tests.unit.engine.engine_rig import WAIT_S, Rig, running
+from tests.unit.engine.engine_rig import WAIT_S, running
+from tests.unit.engine.model_rig import ModelRig, running_model
 
-MODEL = Path(__file__).parents[3] / "assets" / "models" / "kedge-chat"
 PROMPT = [*range(300, 340), *range(300, 320)]
 LENGTH = 24
 WAYS = {
@@ -49,42 +40,26 @@ class CountingWatcher:
         return "STOP" if self._seen == self._number else None
 
 
-class ModelRig(Rig):
-    """The embedded model behind the engine's thread."""
-
-    def __init__(self, speculation: SpeculationSettings) -> None:
-        super().__init__()
-        loaded = load_model(ModelSettings(str(MODEL), num_threads=1))
-        cache, scheduler = CacheSettings(16, 64, books="strict"), SchedulerSettings(64, 32, 8)
-        runner = build_runner(loaded, cache, None, scheduler=scheduler, num_drafts=4)
-        self.engine = assemble_engine(runner, cache, scheduler, speculation, frozenset(), self._sink)
-        self.speculates = speculation.method != "off"
-        self._names = count()
-
-    def say(self, **options: Any) -> Outcome:
-        """Generates without cached prefixes, so that every request computes what it needs."""
-        assert self.engine.flush().result(WAIT_S)
-        return self.generate(request(f"r{next(self._names)}", PROMPT, **options))
-
-
 @pytest.fixture(scope="module", params=["off", "ngram"])
 def model(request: pytest.FixtureRequest) -> Iterator[ModelRig]:
-    method: SpeculationMethod = request.param
-    rig = ModelRig(SpeculationSettings(method, 4, 1, row_cost=0.0))
-    rig.engine.start()
-    yield rig
-    rig.check()
-    rig.engine.stop(WAIT_S)
+    with running_model(request.param) as rig:
+        yield rig
+
+
+def say(model: ModelRig, **options: Any) -> Outcome:
+    """Generates without cached prefixes, so that every request computes what it needs."""
+    assert model.engine.flush().result(WAIT_S)
+    return model.generate(request(model.new_name(), PROMPT, **options))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_goes_on_as_if_it_had_begun(model: ModelRig, way: str) -> None:
     """Penalties count the tokens that were said elsewhere, and random numbers go on from there."""
     options = {"sampling": WAYS[way], "logprobs": LogprobParams(output=True, top=2)}
-    whole = model.say(**options)
+    whole = say(model, **options)
     assert len(whole.token_ids) == LENGTH
     for known in (1, 9, LENGTH - 1, LENGTH):
-        resumed = model.say(**options, resumed_tokens=whole.token_ids[:known])
+        resumed = say(model, **options, resumed_tokens=whole.token_ids[:known])
         assert resumed.token_ids == whole.token_ids
         assert resumed.finish == whole.finish
         assert [entry.token_id for entry in resumed.logprobs] == whole.token_ids[known:]
@@ -95,7 +70,7 @@ def test_a_model_goes_on_as_if_it_had_begun(model: ModelRig, way: str) -> None:
 
 def test_drafts_are_proposed_from_what_is_resumed(model: ModelRig) -> None:
     told = [*PROMPT[:30], *PROMPT[:20]]
-    outcome = model.say(sampling=greedy(len(told) + 10), resumed_tokens=told)
+    outcome = say(model, sampling=greedy(len(told) + 10), resumed_tokens=told)
     assert outcome.last is not None
     assert (outcome.last.draft_tokens > 0) is model.speculates
 

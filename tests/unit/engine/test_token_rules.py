@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,24 +10,16 @@ import torch
 import transformers
 
 from engine.api import FinishReason, InvalidRequest, SamplingParams
-from engine.build import assemble_engine
-from engine.build_runner import build_runner
-from engine.models.loader import load_model
 from engine.request_check import RequestLimits, check_request
 from engine.settings import (
-    CacheSettings,
-    ModelSettings,
-    SchedulerSettings,
     SpeculationMethod,
-    SpeculationSettings,
 )
 from engine.token_rules import TokenRules
 from tests.unit.engine.driver import VOCAB, Driver, greedy, request
-from tests.unit.engine.engine_rig import WAIT_S, Rig
 from tests.unit.engine.ladder import Ladder, mask
+from tests.unit.engine.model_rig import MODEL, running_model
 from tests.unit.engine.null_runner import EOS_TOKEN_ID, nearest_allowed
 
-MODEL = Path(__file__).parents[3] / "assets" / "models" / "kedge-chat"
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6, 7]
 LENGTH = 24
 
@@ -162,17 +153,6 @@ def test_without_parameters_there_are_no_rules() -> None:
     assert TokenRules.of(SamplingParams(), {EOS_TOKEN_ID}, VOCAB) is None
 
 
-class ModelRig(Rig):
-    """The embedded model in float32 behind the engine's thread. `end` is its end token."""
-
-    def __init__(self, end: int, speculation: SpeculationSettings) -> None:
-        super().__init__()
-        loaded = load_model(ModelSettings(str(MODEL), dtype="float32", num_threads=1))
-        cache, scheduler = CacheSettings(16, 64, books="strict"), SchedulerSettings(64, 32, 8)
-        runner = build_runner(loaded, cache, None, scheduler=scheduler, num_drafts=4)
-        self.engine = assemble_engine(runner, cache, scheduler, speculation, frozenset({end}), self._sink)
-
-
 @pytest.mark.parametrize("method", ["off", "ngram"])
 def test_it_is_what_transformers_says(method: SpeculationMethod) -> None:
     """Greedy, in float32. The end token is one that the model says early."""
@@ -197,13 +177,10 @@ def test_it_is_what_transformers_says(method: SpeculationMethod) -> None:
             theirs(eos_token_id=end, min_new_tokens=10, bad_words_ids=words),
         ),
     }
-    rig = ModelRig(end, SpeculationSettings(method, 4, 1, row_cost=0.0))
-    rig.engine.start()
-    for name, (params, expected) in asked.items():
-        outcome = rig.generate(request(name, prompt, sampling=params))
-        assert outcome.token_ids == expected, name
-        assert len(expected) >= 10
-    shorter = rig.generate(request("shorter", prompt, sampling=greedy(LENGTH)))
-    assert shorter.token_ids == plain[: plain.index(end) + 1]
-    rig.check()
-    rig.engine.stop(WAIT_S)
+    with running_model(method, end) as rig:
+        for name, (params, expected) in asked.items():
+            outcome = rig.generate(request(name, prompt, sampling=params))
+            assert outcome.token_ids == expected, name
+            assert len(expected) >= 10
+        shorter = rig.generate(request("shorter", prompt, sampling=greedy(LENGTH)))
+        assert shorter.token_ids == plain[: plain.index(end) + 1]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from itertools import count
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -18,24 +16,14 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from engine.api import FinishReason, LogprobParams, SamplingParams, TokenConstraint
-from engine.build import assemble_engine
-from engine.build_runner import build_runner
-from engine.models.loader import load_model
-from engine.settings import (
-    CacheSettings,
-    ModelSettings,
-    SchedulerSettings,
-    SpeculationMethod,
-    SpeculationSettings,
-)
 from serving.grammars.constraints import ConstraintCompiler
 from serving.text.text import TextProcessor
 from serving.wire.turns import ChatPrompt, OutputConstraint
 from tests.unit.engine.driver import Outcome, greedy, request
-from tests.unit.engine.engine_rig import WAIT_S, Rig
+from tests.unit.engine.engine_rig import WAIT_S
+from tests.unit.engine.model_rig import MODEL, ModelRig, running_model
 from tests.unit.serving.json_schemas import schemas
 
-MODEL = Path(__file__).parents[4] / "assets" / "models" / "kedge-chat"
 END = 2
 TEXT = TextProcessor.load(str(MODEL), vocab_size=2048, max_context_len=2048)
 COMPILER = ConstraintCompiler(TEXT.tokenizer, 2048)
@@ -69,48 +57,31 @@ def text_of(outcome: Outcome) -> str:
     return output.push(ids, outcome.finish)
 
 
-class ModelRig(Rig):
-    """The embedded model in float32 behind the engine's thread."""
-
-    def __init__(self, speculation: SpeculationSettings) -> None:
-        super().__init__()
-        loaded = load_model(ModelSettings(str(MODEL), num_threads=1, dtype="float32"))
-        cache, scheduler = CacheSettings(16, 128, books="strict"), SchedulerSettings(128, 32, 8)
-        runner = build_runner(loaded, cache, None, scheduler=scheduler, num_drafts=4)
-        self.engine = assemble_engine(runner, cache, scheduler, speculation, frozenset({END}), self._sink)
-        self.speculates = speculation.method != "off"
-        self._names = count()
-
-    def say(self, *asked: dict[str, Any]) -> list[Outcome]:
-        """Runs these requests side by side."""
-        specs = [
-            request(f"r{next(self._names)}", options.pop("prompt", PROMPT), **options) for options in asked
-        ]
-        self.submit(*specs)
-        return self.wait(*[spec.request_id for spec in specs])
-
-
 @pytest.fixture(scope="module", params=["off", "ngram"])
 def model(request: pytest.FixtureRequest) -> Iterator[ModelRig]:
-    method: SpeculationMethod = request.param
-    rig = ModelRig(SpeculationSettings(method, 4, 1, row_cost=0.0))
-    rig.engine.start()
-    yield rig
-    rig.check()
-    rig.engine.stop(WAIT_S)
+    with running_model(request.param, END) as rig:
+        yield rig
+
+
+def say(model: ModelRig, *asked: dict[str, Any]) -> list[Outcome]:
+    """Runs these requests side by side."""
+    specs = [request(model.new_name(), options.pop("prompt", PROMPT), **options) for options in asked]
+    model.submit(*specs)
+    return model.wait(*[spec.request_id for spec in specs])
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(wanted=schemas(), seed=st.integers(0, 2**40))
 def test_every_finished_output_fits_its_schema(model: ModelRig, wanted: dict[str, object], seed: int) -> None:
-    outcomes = model.say(
+    outcomes = say(
+        model,
         *[
             {
                 "sampling": SamplingParams(max_new_tokens=120, temperature=temperature, seed=seed),
                 "constraint": constraint(wanted),
             }
             for temperature in (1.0, 0.0, 2.0)
-        ]
+        ],
     )
     for outcome in outcomes:
         assert outcome.reason in (FinishReason.STOP, FinishReason.LENGTH), outcome.finish
@@ -132,8 +103,8 @@ def test_greedy_is_the_best_of_what_is_allowed(model: ModelRig) -> None:
         walk.accept(expected[-1])
     told = {"sampling": greedy(300), "constraint": constraint(PERSON)}
     free = {"sampling": greedy(60)}
-    (alone,) = model.say(free.copy())
-    held, beside = model.say(told, free)
+    (alone,) = say(model, free.copy())
+    held, beside = say(model, told, free)
     assert held.token_ids == expected
     jsonschema.validate(json.loads(text_of(held)), PERSON)
     assert beside.token_ids == alone.token_ids
@@ -142,7 +113,7 @@ def test_greedy_is_the_best_of_what_is_allowed(model: ModelRig) -> None:
 def test_log_probabilities_are_the_models_own(model: ModelRig) -> None:
     """The first token is one that the model by itself would hardly pick."""
     wants = {"sampling": greedy(3), "logprobs": LogprobParams(output=True, top=3)}
-    free, held = model.say(wants.copy(), {**wants, "constraint": regex("[0-9]{3}")})
+    free, held = say(model, wants.copy(), {**wants, "constraint": regex("[0-9]{3}")})
     assert dict(held.logprobs[0].top) == pytest.approx(dict(free.logprobs[0].top), abs=1e-4)
     assert held.logprobs[0].logprob is not None
     assert held.logprobs[0].logprob < min(logprob for _, logprob in held.logprobs[0].top)
@@ -150,10 +121,10 @@ def test_log_probabilities_are_the_models_own(model: ModelRig) -> None:
 
 def test_resumed_it_goes_on_in_the_middle(model: ModelRig) -> None:
     wants = {"sampling": SamplingParams(max_new_tokens=300, seed=11)}
-    (whole,) = model.say({**wants, "constraint": constraint(PERSON)})
+    (whole,) = say(model, {**wants, "constraint": constraint(PERSON)})
     for known in (1, len(whole.token_ids) // 2, len(whole.token_ids)):
         told = whole.token_ids[:known]
-        (resumed,) = model.say({**wants, "constraint": constraint(PERSON), "resumed_tokens": told})
+        (resumed,) = say(model, {**wants, "constraint": constraint(PERSON), "resumed_tokens": told})
         assert resumed.token_ids == whole.token_ids
         assert resumed.finish == whole.finish
 
@@ -161,7 +132,7 @@ def test_resumed_it_goes_on_in_the_middle(model: ModelRig) -> None:
 def test_the_turn_after_it_finds_its_kv(model: ModelRig) -> None:
     """A constrained turn and a free turn give the same as the whole history in one request."""
     wants = {"prompt": PROMPT, "session_id": "s", "sampling": greedy(300)}
-    (first,) = model.say({**wants, "constraint": constraint(PERSON)})
+    (first,) = say(model, {**wants, "constraint": constraint(PERSON)})
     assert first.reason is FinishReason.STOP
     history = [*PROMPT, *first.token_ids]
     more = TEXT.encode_prompt(
@@ -170,8 +141,8 @@ def test_the_turn_after_it_finds_its_kv(model: ModelRig) -> None:
         last_token=history[-1],
     )
     turn = {"prompt": more, "history": history, "history_len": len(history), "sampling": greedy(20)}
-    (second,) = model.say({**turn, "session_id": "s"})
+    (second,) = say(model, {**turn, "session_id": "s"})
     assert second.cached == len(history) - 1
-    (fresh,) = model.say({"prompt": [*history, *more], "sampling": greedy(20), "namespace": "fresh"})
+    (fresh,) = say(model, {"prompt": [*history, *more], "sampling": greedy(20), "namespace": "fresh"})
     assert second.token_ids == fresh.token_ids
     model.engine.close_session("s").result(WAIT_S)
