@@ -1,12 +1,13 @@
-"""Answers with function calls for Hypothesis, made of pieces."""
+"""Answers with function calls for Hypothesis, made of pieces; and what a parser reports of an answer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from serving.text.answer_pieces import CallPiece, Piece
+from serving.text.answer_pieces import AnswerParser, CallPiece, Piece, Thought
 from serving.text.tool_calls.formats import FORMATS, FormatName
 from serving.text.tool_calls.json_parser import JsonCallParser
 
@@ -36,18 +37,24 @@ def cut(text: str, places: Iterable[int]) -> list[str]:
     return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
 
 
-def read(name: FormatName, *parts: str) -> list[Piece]:
-    """What the parser reports of an answer, with neighbours joined: content as one string, each call as one piece."""
-    parser = JsonCallParser(FORMATS[name])
-    pieces = [piece for part in parts for piece in parser.push(part)] + parser.flush()
+def read(parser: AnswerParser, *parts: str) -> list[Piece]:
+    """What the parser reports of an answer, with neighbours of a kind joined."""
+    pieces: list[Piece] = [piece for part in parts for piece in parser.push(part)] + parser.flush()
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None
         if isinstance(piece, str) and isinstance(last, str):
             joined[-1] = last + piece
+        elif isinstance(piece, Thought) and isinstance(last, Thought):
+            joined[-1] = Thought(last.text + piece.text)
         elif isinstance(piece, CallPiece) and isinstance(last, CallPiece) and piece.name is None:
             assert piece.index == last.index
-            joined[-1] = CallPiece(last.index, last.name, last.arguments + piece.arguments)
+            joined[-1] = replace(last, arguments=last.arguments + piece.arguments)
         else:
             joined.append(piece)
     return joined
+
+
+def read_json_calls(name: FormatName, *parts: str) -> list[Piece]:
+    """The same for a format whose calls are JSON objects."""
+    return read(JsonCallParser(FORMATS[name]), *parts)

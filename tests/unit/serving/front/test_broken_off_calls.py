@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from serving.front.http import create_http_app
 from serving.wire.turns import TurnFinish
-from tests.unit.serving.front.test_tool_answers import TOOL, WEATHER, TellingService
 from tests.unit.serving.local_service import MODEL, http_server
+from tests.unit.serving.telling_service import TOOL, WEATHER, TellingService
 
 BROKEN_OFF = WEATHER.partition("rn")[0]
 ARGUMENTS = '{"city": "Be'

@@ -18,8 +18,8 @@ from serving.front.api.reply_json import reply_json
 from serving.front.http import create_http_app
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import TurnCall, TurnEvent, TurnFinish
-from tests.unit.serving.front.test_tool_answers import STOP, TellingService
 from tests.unit.serving.local_service import client_of, local_client
+from tests.unit.serving.telling_service import STOP, TellingService
 from tests.unit.serving.tool_texts import cut
 
 CHAT = "/v1/chat/completions"

@@ -11,8 +11,8 @@ import pytest
 from engine.api import TokenLogprob
 from serving.front.http import create_http_app
 from serving.wire.turns import TextLogprob, TurnCall, TurnEvent, TurnFinish
-from tests.unit.serving.front.test_tool_answers import TellingService
 from tests.unit.serving.local_service import client_of
+from tests.unit.serving.telling_service import TellingService
 
 FIRST = TextLogprob(TokenLogprob(6, None), b"a")
 UNLIKELY = TextLogprob(TokenLogprob(7, -3.0, ((8, -0.1), (9, -0.2))), b"x", (b"y", b"z"))

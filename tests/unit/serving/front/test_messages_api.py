@@ -19,8 +19,8 @@ from serving.front.http import create_http_app
 from serving.text.answer_pieces import Thought
 from serving.wire.turns import TurnFinish
 from tests.unit.serving.front.test_bad_bodies import json_values
-from tests.unit.serving.front.test_tool_answers import TellingService
 from tests.unit.serving.local_service import client_of, local_client, local_service
+from tests.unit.serving.telling_service import TellingService
 
 PATH = "/v1/messages"
 HELLO = {"role": "user", "content": "hi"}

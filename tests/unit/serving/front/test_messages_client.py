@@ -13,8 +13,8 @@ import pytest
 from serving.front.api.keys import API_KEYS, KeyRing
 from serving.front.http import create_http_app
 from serving.wire.turns import TurnFinish
-from tests.unit.serving.front.test_tool_answers import TellingService
 from tests.unit.serving.local_service import MODEL, http_server, local_service
+from tests.unit.serving.telling_service import TellingService
 
 HELLO = {"role": "user", "content": "My dog is called Rex."}
 ASKED: dict[str, Any] = {"model": MODEL.model_id, "messages": [HELLO], "max_tokens": 20}

@@ -9,9 +9,9 @@ import pytest
 
 from serving.front.http import create_http_app
 from serving.wire.turns import TurnFinish
-from tests.unit.serving.front.test_tool_answers import TellingService
 from tests.unit.serving.local_service import MODEL, http_server
 from tests.unit.serving.responses_client import GREEDY, MOST, WEATHER, Served, client_at
+from tests.unit.serving.telling_service import TellingService
 
 LOGPROBS = "message.output_text.logprobs"
 

@@ -13,12 +13,12 @@ from msgspec.structs import replace
 
 from serving.front.http import create_http_app
 from serving.wire.turns import SamplingDefaults, SessionInfo, TurnFinish
-from tests.unit.serving.front.test_tool_answers import TellingService
 from tests.unit.serving.local_service import (
     MODEL,
     http_server,
 )
 from tests.unit.serving.responses_client import GREEDY, MOST, WEATHER, Served, client_at, expected, said, user
+from tests.unit.serving.telling_service import TellingService
 
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Applies a patch."}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'

@@ -10,7 +10,6 @@ import pytest
 
 from serving.front.http import create_http_app
 from tests.unit.serving.front.test_sockets import refused
-from tests.unit.serving.front.test_tool_answers import TellingService
 from tests.unit.serving.local_service import (
     MODEL,
     LocalService,
@@ -19,6 +18,7 @@ from tests.unit.serving.local_service import (
     local_service,
 )
 from tests.unit.serving.responses_client import GREEDY, MOST, Served, expected, user
+from tests.unit.serving.telling_service import TellingService
 
 SESSION = "anna-1"
 NAMED = {"x-session-id": SESSION}

@@ -19,9 +19,9 @@ from serving.front.api.rules import ApiRules
 from serving.front.http import create_http_app
 from serving.wire.turns import ErrorInfo, ServiceError, SessionInfo, TurnCall, TurnEvent, TurnTranscript
 from tests.unit.serving.front.socket_client import RawSocket, opened
-from tests.unit.serving.front.test_tool_answers import TellingService
 from tests.unit.serving.local_service import LocalService, http_server, local_service
 from tests.unit.serving.responses_client import GREEDY, MOST, client_at, expected, said, user
+from tests.unit.serving.telling_service import TellingService
 
 WAIT_S = 20.0
 MEBIBYTE = 1024 * 1024

@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from serving.front.http import create_http_app
 from serving.text.text import TextProcessor
 from serving.wire.turns import ChatPrompt
-from tests.unit.serving.front.test_tool_answers import CHAT, TOOL, WEATHER, TellingService
 from tests.unit.serving.local_service import MODEL, LocalService, http_server
 from tests.unit.serving.replica_rig import running_rig
 from tests.unit.serving.small_tokenizer import CHATML, byte_level_tokenizer
+from tests.unit.serving.telling_service import CHAT, TOOL, WEATHER, TellingService
 from tests.unit.serving.text.test_thoughts import OPENS
 
 THOUGHT, SAID = "The dog, I know.", "Rex."

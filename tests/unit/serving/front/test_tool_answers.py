@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -20,37 +18,12 @@ from serving.front.api.openai.chat_answers import ChatReader
 from serving.front.http import create_http_app
 from serving.text.tool_calls.formats import FORMATS, FormatName
 from serving.wire.turns import SessionTurn, TurnCall, TurnEvent, TurnFinish
-from tests.unit.serving.local_service import MODEL, client_of
+from tests.unit.serving.local_service import client_of
 from tests.unit.serving.replica_rig import call
+from tests.unit.serving.telling_service import CHAT, STOP, TOOL, WEATHER, TellingService
 from tests.unit.serving.tool_texts import cut, texts
 
-CHAT = "/v1/chat/completions"
 ASKED = {"role": "user", "content": "What is the weather in Bern?"}
-TOOL = {"type": "function", "function": {"name": "get_weather"}}
-WEATHER = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'
-STOP = TurnFinish("stop")
-
-
-class TellingService:
-    """A TurnService whose answers the test gives, one event for each piece."""
-
-    model = MODEL
-
-    def __init__(self, *pieces: str, finish: TurnFinish = STOP) -> None:
-        self._pieces = pieces
-        self._finish = finish
-        self.calls: list[TurnCall] = []
-
-    @asynccontextmanager
-    async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
-        self.calls.append(call)
-        yield self._events(call)
-
-    async def _events(self, call: TurnCall) -> AsyncIterator[TurnEvent]:
-        turn_index = None if call.session is None else 3
-        for number, piece in enumerate(self._pieces):
-            yield TurnEvent(piece, (number,), 5, 0, number + 1, turn_index=turn_index)
-        yield TurnEvent("", (), 5, 0, len(self._pieces), finish=self._finish, turn_index=turn_index)
 
 
 async def answer(

@@ -15,7 +15,7 @@ from serving.text.text import TextProcessor
 from serving.wire.turns import ResumedTurn, TurnCall
 from tests.unit.serving.replica_rig import VOCAB_SIZE, call, running_rig, tokens_of
 from tests.unit.serving.small_tokenizer import byte_level_tokenizer
-from tests.unit.serving.tool_texts import read
+from tests.unit.serving.tool_texts import read_json_calls
 
 SCHEMA = {
     "type": "object",
@@ -47,7 +47,7 @@ async def test_a_call_that_the_model_begins_fits_its_function(tmp_path: Path) ->
     async with running_rig(tmp_path, text=TEXT) as rig:
         events = await rig.run(replace(strict_call(), resumed=ResumedTurn(opened())))
     assert events[-1].error is None
-    said, made, *_ = read("hermes", "".join(event.text for event in events))
+    said, made, *_ = read_json_calls("hermes", "".join(event.text for event in events))
     assert said == "Rex:"
     assert not isinstance(made, str)
     jsonschema.validate(json.loads(made.arguments), SCHEMA)

@@ -20,7 +20,7 @@ from serving.text.tool_calls.formats import FORMATS, FormatName
 from serving.wire.turns import ChatPrompt, OutputConstraint, ResumedTurn, TurnCall
 from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, call, running_rig, tokens_of
 from tests.unit.serving.small_tokenizer import END_ID, byte_level_tokenizer, piece_tokenizer
-from tests.unit.serving.tool_texts import read
+from tests.unit.serving.tool_texts import read_json_calls
 
 SCHEMA = {
     "type": "object",
@@ -67,7 +67,7 @@ def test_calls_with_special_marks(name: FormatName, make: type) -> None:
         output = text.output_text(shown=(form.opener, form.closer))
         shown = output.push(token_ids, Finish(FinishReason.STOP))
         assert all(mark in token_ids for mark in marks if form.prefix)
-        calls = read(name, shown)
+        calls = read_json_calls(name, shown)
         assert [piece.index for piece in calls if isinstance(piece, CallPiece)] == list(range(len(calls)))
         assert all(json.loads(piece.arguments)["city"] in ("Bern", "Köln") for piece in calls)
         hidden = text.output_text().push(token_ids, Finish(FinishReason.STOP))
@@ -95,7 +95,9 @@ async def test_begun_elsewhere_it_goes_on_in_the_middle(tmp_path: Path) -> None:
         whole = await rig.run(held)
     tokens = tokens_of(whole)
     shown = "".join(event.text for event in whole)
-    assert read("hermes", shown) == [CallPiece(0, "get_weather", shown.partition('"arguments": ')[2][:-14])]
+    assert read_json_calls("hermes", shown) == [
+        CallPiece(0, "get_weather", shown.partition('"arguments": ')[2][:-14])
+    ]
     for known in (1, len(tokens) // 2, len(tokens) - 1):
         async with running_rig(tmp_path / f"b{known}", text=text) as rig:
             again = await rig.run(replace(held, resumed=ResumedTurn(tuple(tokens[:known]))))

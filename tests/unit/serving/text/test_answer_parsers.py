@@ -17,8 +17,7 @@ from serving.text.reasoning.formats import HARMONY_TOKENS, ReasoningName
 from serving.text.tool_calls.formats import FormatName
 from serving.wire.turns import OutputConstraint
 from tests.unit.serving.small_tokenizer import byte_level_tokenizer
-from tests.unit.serving.text.test_thoughts import read
-from tests.unit.serving.tool_texts import cut
+from tests.unit.serving.tool_texts import cut, read
 
 HARMONY_CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
 HERMES_CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from serving.text.answer_pieces import CallPiece, Piece
 from serving.text.tool_calls.formats import FORMATS, FormatName
 from serving.text.tool_calls.json_parser import JsonCallParser
-from tests.unit.serving.tool_texts import cut, read, texts
+from tests.unit.serving.tool_texts import cut, read_json_calls, texts
 
 WEATHER = '{"name": "get_weather", "arguments": {"city": "Bern"}}'
 LLAMA = WEATHER.replace("arguments", "parameters")
@@ -73,22 +73,22 @@ PLAIN: list[tuple[FormatName, str]] = [
 
 @pytest.mark.parametrize(("name", "text", "expected"), FOUND)
 def test_calls_are_found(name: FormatName, text: str, expected: list[Piece]) -> None:
-    assert read(name, text) == expected
-    assert read(name, *text) == expected
+    assert read_json_calls(name, text) == expected
+    assert read_json_calls(name, *text) == expected
 
 
 @pytest.mark.parametrize(("name", "text"), PLAIN)
 def test_what_is_no_call_is_content(name: FormatName, text: str) -> None:
     expected = [text] if text else []
-    assert read(name, text) == expected
-    assert read(name, *text) == expected
+    assert read_json_calls(name, text) == expected
+    assert read_json_calls(name, *text) == expected
 
 
 def test_a_bad_call_behind_a_good_one_is_content() -> None:
     bad = '<tool_call>\n{"name": "f"'
-    assert read("hermes", f"<tool_call>\n{WEATHER}\n</tool_call>\n{bad}") == [call(0), f"\n{bad}"]
-    assert read("llama3", f'{LLAMA}; {{"name": 1}}') == [call(0), '; {"name": 1}']
-    assert read("mistral", f'[TOOL_CALLS][{WEATHER}, {{"na') == [call(0), ', {"na']
+    assert read_json_calls("hermes", f"<tool_call>\n{WEATHER}\n</tool_call>\n{bad}") == [call(0), f"\n{bad}"]
+    assert read_json_calls("llama3", f'{LLAMA}; {{"name": 1}}') == [call(0), '; {"name": 1}']
+    assert read_json_calls("mistral", f'[TOOL_CALLS][{WEATHER}, {{"na') == [call(0), ', {"na']
 
 
 @settings(max_examples=400, deadline=None, print_blob=True)
@@ -97,9 +97,9 @@ def test_any_cut_tells_the_same(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(FORMATS)))
     text = data.draw(texts(name))
     places = data.draw(st.lists(st.integers(0, max(len(text), 1)), max_size=8))
-    whole = read(name, text)
-    assert read(name, *cut(text, places)) == whole
-    assert read(name, *text) == whole
+    whole = read_json_calls(name, text)
+    assert read_json_calls(name, *cut(text, places)) == whole
+    assert read_json_calls(name, *text) == whole
 
 
 names = st.integers(1, 600).map(lambda length: ("get.a-b_" * 75)[:length])
@@ -116,7 +116,7 @@ def test_calls_as_the_format_has_them_are_all_found(
     form = FORMATS[name]
     objects = [json.dumps({"name": n, form.arguments: a}, ensure_ascii=False) for n, a in calls]
     text = form.prefix + form.between.join(objects) + form.suffix
-    told = read(name, text)
+    told = read_json_calls(name, text)
     assert [(piece.index, piece.name) for piece in told] == [(i, n) for i, (n, _) in enumerate(calls)]
     assert [json.loads(piece.arguments) for piece in told] == [a for _, a in calls]
 

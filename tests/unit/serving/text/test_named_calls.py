@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from serving.text.answer_pieces import CallPiece, Piece
 from serving.text.tool_calls.formats import NAMED_FORMATS, FormatName
 from serving.text.tool_calls.named_parser import NamedCallParser
-from tests.unit.serving.text.test_thoughts import read
-from tests.unit.serving.tool_texts import cut
+from tests.unit.serving.tool_texts import cut, read
 
 ID = "aB3dEfgh9"
 BERN = '{"city": "Bern"}'

@@ -23,8 +23,7 @@ from serving.text.tool_calls.python_literals import literal_json
 from serving.text.tool_calls.pythonic_parser import PythonicCallParser
 from serving.wire.turns import OutputConstraint
 from tests.unit.serving.small_tokenizer import byte_level_tokenizer
-from tests.unit.serving.text.test_thoughts import read
-from tests.unit.serving.tool_texts import cut
+from tests.unit.serving.tool_texts import cut, read
 
 START, END = "<|python_start|>", "<|python_end|>"
 TOKENIZER = byte_level_tokenizer()

@@ -21,8 +21,7 @@ from serving.text.tool_calls.formats import TAGGED_FORMATS, FormatName
 from serving.text.tool_calls.tagged_parser import TaggedCallParser
 from serving.wire.turns import OutputConstraint
 from tests.unit.serving.small_tokenizer import byte_level_tokenizer
-from tests.unit.serving.text.test_thoughts import read
-from tests.unit.serving.tool_texts import cut
+from tests.unit.serving.tool_texts import cut, read
 
 STRING = {"type": "string"}
 SCHEMAS: dict[str, dict[str, Any]] = {

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.text.answer_parsers import thought_parser
-from serving.text.answer_pieces import AnswerParser, CallPiece, Piece, Thought
+from serving.text.answer_pieces import CallPiece, Thought
 from serving.text.reasoning.formats import ReasoningName, reasoning_of
 from serving.text.reasoning.harmony import HarmonyParser
 from serving.text.text import TextProcessor
 from serving.wire.turns import ChatPrompt
 from tests.unit.serving.small_tokenizer import CHATML, byte_level_tokenizer
-from tests.unit.serving.tool_texts import cut
+from tests.unit.serving.tool_texts import cut, read
 
 SAID: list[tuple[ReasoningName, bool, str, str, str]] = [
     ("think", False, "<think>\nHm.\n</think>\n\nRex.", "Hm.", "Rex."),
@@ -45,23 +43,6 @@ SAID: list[tuple[ReasoningName, bool, str, str, str]] = [
     ("gpt_oss", False, "<|channel|>commentary to=functions.f <|const", "", ""),
     ("gpt_oss", False, "<|channel|>commentary to=functions.f <|constrain|>json<|mess", "", ""),
 ]
-
-
-def read(parser: AnswerParser, *parts: str) -> list[Piece]:
-    """What the parser reports of an answer, with neighbours of a kind joined."""
-    pieces: list[Piece] = [piece for part in parts for piece in parser.push(part)] + parser.flush()
-    joined: list[Piece] = []
-    for piece in pieces:
-        last = joined[-1] if joined else None
-        if isinstance(piece, str) and isinstance(last, str):
-            joined[-1] = last + piece
-        elif isinstance(piece, Thought) and isinstance(last, Thought):
-            joined[-1] = Thought(last.text + piece.text)
-        elif isinstance(piece, CallPiece) and isinstance(last, CallPiece) and piece.name is None:
-            joined[-1] = replace(last, arguments=last.arguments + piece.arguments)
-        else:
-            joined.append(piece)
-    return joined
 
 
 @pytest.mark.parametrize(("name", "inside", "text", "thought", "content"), SAID)

@@ -13,8 +13,8 @@ from serving.text.text import TextProcessor
 from serving.text.tool_calls.formats import FORMATS, FormatName
 from serving.wire.turns import ChatPrompt
 from tests.unit.serving.small_tokenizer import BOS_ID, END_ID, START_ID, byte_level_tokenizer
-from tests.unit.serving.text.test_thoughts import read
 from tests.unit.serving.tool_templates import ARGS, HERMES, LLAMA, MISTRAL, PYTHONIC, TAGS
+from tests.unit.serving.tool_texts import read
 
 EMBEDDED_MODEL = Path(__file__).parents[4] / "assets/models/kedge-chat"
 TOKENIZER = byte_level_tokenizer()
