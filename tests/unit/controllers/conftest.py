@@ -8,6 +8,8 @@ from cluster_world import World
 from manual_clock import ManualClock
 from redis_server import RedisServer
 
+from controllers.settings import LogSettings, SqliteLogSettings
+
 
 @pytest.fixture
 def clock() -> ManualClock:
@@ -29,3 +31,12 @@ def redis_server() -> Iterator[RedisServer]:
     server = RedisServer()
     yield server
     server.stop()
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> LogSettings:
+    """A place for a session log of its own, of either kind."""
+    if request.param == "sqlite":
+        return SqliteLogSettings(str(tmp_path / "sessions.db"))
+    server: RedisServer = request.getfixturevalue("redis_server")
+    return server.log()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from manual_clock import ManualClock
-from redis_server import RedisServer
 
 from controllers.attended_clock import TICK_S
 from controllers.cluster_actor import ClusterController
@@ -30,14 +29,6 @@ from controllers.store import SessionStore
 
 OLD = ClusterSettings(max_sessions=1, session_timeout_s=5.0, rebalancing=None)
 NEW = ClusterSettings(max_sessions=2, session_timeout_s=60.0, rebalancing=RebalancingSettings(5.0, 9.0))
-
-
-@pytest.fixture(params=["sqlite", "redis"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> LogSettings:
-    if request.param == "sqlite":
-        return SqliteLogSettings(str(tmp_path / "sessions.db"))
-    server: RedisServer = request.getfixturevalue("redis_server")
-    return server.log()
 
 
 @pytest.fixture

@@ -21,15 +21,6 @@ from controllers.open_store import open_store
 from controllers.settings import LOG_KEYS, ClusterSettings, LogSettings, RedisLogSettings, SqliteLogSettings
 from controllers.store import SessionStore
 
-
-@pytest.fixture(params=["sqlite", "redis"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> LogSettings:
-    if request.param == "sqlite":
-        return SqliteLogSettings(str(tmp_path / "sessions.db"))
-    server: RedisServer = request.getfixturevalue("redis_server")
-    return server.log()
-
-
 Create = Callable[[LogSettings, str], ClusterController]
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from manual_clock import ManualClock
-from redis_server import RedisServer
 from store_turns import SESSION, append_turn, history_of, turn_of
 
 from controllers.deployments import Deployments
@@ -22,21 +20,12 @@ from controllers.settings import (
     Deployment,
     LogSettings,
     RebalancingSettings,
-    SqliteLogSettings,
 )
 from controllers.shards import deployment_of_shard, shard_name, shard_of
 from controllers.store import SessionStore
 from controllers.tokens import encode_tokens
 
 OTHER_NUMBERS = [(1, 3), (3, 1), (2, 3)]
-
-
-@pytest.fixture(params=["sqlite", "redis"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> LogSettings:
-    if request.param == "sqlite":
-        return SqliteLogSettings(str(tmp_path / "sessions.sqlite3"))
-    server: RedisServer = request.getfixturevalue("redis_server")
-    return server.log()
 
 
 def opened(log: LogSettings, shards: int, shard: int = 0) -> SessionStore:

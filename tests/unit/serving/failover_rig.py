@@ -141,6 +141,11 @@ class Failover:
         async with aclosing(self.events(call)) as stream:
             return merge_events([event async for event in stream])
 
+    def owner(self, session_id: str = "s") -> tuple[str, int]:
+        """The session's owner and epoch in the ledger."""
+        (entry,) = (entry for entry in self.cluster.sessions() if entry.session_id == session_id)
+        return entry.replica_id, entry.epoch
+
     def committed(self, session_id: str) -> tuple[int, int]:
         """The session's numbers of turns and of tokens in the ledger."""
         (entry,) = (entry for entry in self.cluster.sessions() if entry.session_id == session_id)

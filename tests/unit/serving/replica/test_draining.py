@@ -30,11 +30,6 @@ async def served(tmp_path: Path) -> AsyncIterator[Failover]:
         await failover.settled()
 
 
-def owner(served: Failover, session_id: str = "s") -> tuple[str, int]:
-    (entry,) = (entry for entry in served.cluster.sessions() if entry.session_id == session_id)
-    return entry.replica_id, entry.epoch
-
-
 async def begin_drain(served: Failover) -> None:
     """Lets replica "a" drain."""
     await served.rigs[0].drain.order()
@@ -43,7 +38,7 @@ async def begin_drain(served: Failover) -> None:
 async def test_idle_sessions_are_handed_over_with_nothing_left_behind(served: Failover) -> None:
     await begin_drain(served)
     await served.rigs[0].drain.hand_over()
-    assert owner(served) == ("b", 2)
+    assert served.owner() == ("b", 2)
     assert served.rigs[0].sessions.epoch("s") is None
     await served.rigs[0].books_are_empty()
     history = FIRST + null_generate(FIRST, 8, VOCAB_SIZE)
@@ -57,7 +52,7 @@ async def test_a_turn_that_comes_before_is_run_elsewhere(served: Failover) -> No
     await begin_drain(served)
     event = await served.turn(call([4], "s"))
     assert event.error is None
-    assert owner(served) == ("b", 2)
+    assert served.owner() == ("b", 2)
     assert failovers(served.metrics) == 0
 
 
@@ -74,7 +69,7 @@ async def test_a_turn_that_comes_while_its_session_is_handed_over_waits(served: 
     served.controller.gate.set()
     assert (await turn).error is None
     await handing_over
-    assert owner(served) == ("b", 2)
+    assert served.owner() == ("b", 2)
 
 
 async def test_a_turn_in_flight_ends_where_it_began(served: Failover) -> None:
@@ -84,12 +79,12 @@ async def test_a_turn_in_flight_ends_where_it_began(served: Failover) -> None:
     await a.begun()
     await begin_drain(served)
     await a.drain.hand_over()
-    assert owner(served) == ("a", 1)
+    assert served.owner() == ("a", 1)
     a.runner.go_on()
     assert len(tokens_of(await turn)) == 8
     await a.settled()
     await a.drain.hand_over()
-    assert owner(served) == ("b", 2)
+    assert served.owner() == ("b", 2)
     assert served.committed("s")[0] == 2
 
 
@@ -97,18 +92,18 @@ async def test_where_nobody_can_take_them_they_stay_and_go_on(served: Failover) 
     await begin_drain(served)
     served.cluster.report_unreachable("b", True)
     await served.rigs[0].drain.hand_over()
-    assert owner(served) == ("a", 1)
+    assert served.owner() == ("a", 1)
     assert (await served.turn(call([4], "s"))).error is None
-    assert owner(served) == ("a", 1)
+    assert served.owner() == ("a", 1)
 
 
 async def test_a_log_that_is_away_keeps_them_where_they_are(served: Failover) -> None:
     await begin_drain(served)
     served.controller.failures["offer_session"] = [StoreError("away")]
     await served.rigs[0].drain.hand_over()
-    assert owner(served) == ("a", 1)
+    assert served.owner() == ("a", 1)
     await served.rigs[0].drain.hand_over()
-    assert owner(served) == ("b", 2)
+    assert served.owner() == ("b", 2)
 
 
 class Unanswered:
@@ -156,7 +151,7 @@ async def test_a_session_that_cannot_be_offered_keeps_no_other(
     unanswered, rig = Unanswered(three, failure), three.rigs[0]
     for _ in range(2):
         await rig.drain.hand_over()
-    assert [owner(three, name)[0] for name in "stu"] == ["a", "b", "b"]
+    assert [three.owner(name)[0] for name in "stu"] == ["a", "b", "b"]
     assert unanswered.offered == ["s", "t", "u", "s"]
     assert not any(status.in_turn for status in rig.sessions.snapshot())
     assert rig.drain.hands_over, "it may be answered yet"
@@ -173,7 +168,7 @@ async def test_a_shard_that_hangs_keeps_no_session_of_the_others(
     monkeypatch.setattr(three.controller, "shard_of", lambda key: int(key == "s"))
     rig.offers._crowded = [False, False]
     await rig.drain.hand_over()
-    assert [owner(three, name)[0] for name in "stu"] == ["a", "b", "b"]
+    assert [three.owner(name)[0] for name in "stu"] == ["a", "b", "b"]
     assert unanswered.offered == ["s", "t", "u"]
 
 
@@ -182,7 +177,7 @@ async def test_a_full_session_is_handed_over_too(served: Failover) -> None:
     await served.turn(call([7, 8], "full", max_new_tokens=2))
     await begin_drain(served)
     await served.rigs[0].drain.hand_over()
-    assert owner(served, "full")[0] == "b"
+    assert served.owner("full")[0] == "b"
 
 
 async def test_an_operators_drain_empties_it_for_good(served: Failover) -> None:
@@ -193,7 +188,7 @@ async def test_an_operators_drain_empties_it_for_good(served: Failover) -> None:
     assert rig.drain.emptied
     await rig.heartbeats.farewell()
     served.open_session("new")
-    assert owner(served, "new")[0] == "b"
+    assert served.owner("new")[0] == "b"
 
 
 async def test_a_drain_whose_answer_is_lost_is_heard_of_with_a_heartbeat(served: Failover) -> None:

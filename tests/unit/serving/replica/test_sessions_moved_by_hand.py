@@ -46,11 +46,6 @@ async def refusal(
     return info.status, info.code, info.param
 
 
-def owner(served: Failover, session_id: str = "s") -> tuple[str, int]:
-    (entry,) = (entry for entry in served.cluster.sessions() if entry.session_id == session_id)
-    return entry.replica_id, entry.epoch
-
-
 async def next_turn_is_right(served: Failover) -> None:
     history = FIRST + null_generate(FIRST, 8, VOCAB_SIZE)
     event = await served.turn(call([4], "s"))
@@ -61,11 +56,11 @@ async def next_turn_is_right(served: Failover) -> None:
 @pytest.mark.parametrize("to", ["b", None])
 async def test_it_moves_with_nothing_left_behind(served: Failover, to: str | None) -> None:
     assert await move(served, to) == MovedSession("a", "b", 2)
-    assert owner(served) == ("b", 2)
+    assert served.owner() == ("b", 2)
     assert served.rigs[0].sessions.epoch("s") is None
     await served.rigs[0].books_are_empty()
     await next_turn_is_right(served)
-    assert owner(served) == ("b", 2)
+    assert served.owner() == ("b", 2)
 
 
 async def test_its_kv_is_computed_again(served: Failover) -> None:
@@ -92,14 +87,14 @@ async def test_a_turn_in_flight_keeps_it(served: Failover) -> None:
     assert await refusal(served) == (409, "turn_in_flight", "session_id")
     served.rigs[0].runner.go_on()
     assert (await turn)[-1].finish is not None
-    assert owner(served) == ("a", 1)
+    assert served.owner() == ("a", 1)
     assert (await move(served)).replica_id == "b"
 
 
 async def test_what_is_not_there_is_named(served: Failover) -> None:
     assert await refusal(served, "z") == (400, "invalid_move", "to")
     assert await refusal(served, session_id="unknown") == (404, "session_not_found", "session_id")
-    assert owner(served) == ("a", 1)
+    assert served.owner() == ("a", 1)
     assert (await served.turn(call([4], "s"))).cached_tokens > 0, "what is refused costs it nothing"
 
 
@@ -109,7 +104,7 @@ async def test_a_replica_that_drains_takes_none(served: Failover) -> None:
         status, code, _ = await refusal(served, to)
         assert (status, code) == (503, "no_replica")
     await next_turn_is_right(served)
-    assert owner(served) == ("a", 1)
+    assert served.owner() == ("a", 1)
 
 
 async def test_a_turn_that_comes_meanwhile_runs_at_the_new_owner(served: Failover) -> None:
@@ -121,7 +116,7 @@ async def test_a_turn_that_comes_meanwhile_runs_at_the_new_owner(served: Failove
     served.controller.gate.set()
     assert (await moving).replica_id == "b"
     await turn
-    assert owner(served) == ("b", 2)
+    assert served.owner() == ("b", 2)
 
 
 async def test_a_fork_is_waited_for(served: Failover) -> None:
@@ -133,7 +128,7 @@ async def test_a_fork_is_waited_for(served: Failover) -> None:
     served.controller.gate.set()
     assert (await fork).session_id == "child"
     await moving
-    assert (owner(served), owner(served, "child")) == (("b", 2), ("a", 1))
+    assert (served.owner(), served.owner("child")) == (("b", 2), ("a", 1))
 
 
 async def test_a_fork_that_waited_beside_it_finds_it_moved(served: Failover) -> None:
@@ -151,7 +146,7 @@ async def test_a_fork_that_waited_beside_it_finds_it_moved(served: Failover) -> 
     assert (await moving).replica_id == "b"
     with pytest.raises(StaleEpoch):  # which the front end asks the new owner for
         await second
-    assert owner(served) == ("b", 2)
+    assert served.owner() == ("b", 2)
 
 
 async def test_whose_caller_leaves_it_moves_all_the_same(served: Failover) -> None:
@@ -162,7 +157,7 @@ async def test_whose_caller_leaves_it_moves_all_the_same(served: Failover) -> No
     await asyncio.wait([moving])
     served.controller.gate.set()
     await served.settled()
-    assert owner(served) == ("b", 2)
+    assert served.owner() == ("b", 2)
     await served.rigs[0].books_are_empty()
 
 
@@ -173,7 +168,7 @@ async def test_an_answer_that_is_lost_moves_it_once(
 ) -> None:
     served.controller.lost_replies["move_session"] = [lost]
     assert await move(served, to) == MovedSession("a", "b", 2)
-    assert owner(served) == ("b", 2)
+    assert served.owner() == ("b", 2)
     await served.rigs[0].books_are_empty()
     await next_turn_is_right(served)
 

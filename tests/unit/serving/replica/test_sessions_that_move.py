@@ -51,10 +51,6 @@ class Crowd(Failover):
         self.history += [*new, *event.token_ids]
         return event
 
-    def owner(self, session_id: str = "s") -> tuple[str, int]:
-        (entry,) = (entry for entry in self.cluster.sessions() if entry.session_id == session_id)
-        return entry.replica_id, entry.epoch
-
     async def nothing_at(self, name: str) -> None:
         """Checks that this replica has no turns, no history and no KV."""
         rig = self.replicas.rigs[name]
