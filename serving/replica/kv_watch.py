@@ -10,13 +10,13 @@ from contextlib import suppress
 
 from cache.audit import AuditReport
 from engine.api import Engine, EngineError
+from serving.replica.session_host import ENGINE_TIMEOUT_S
 from serving.settings.config import MetricsArgs
 from serving.watch.metrics import ReplicaMetrics
 
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 5.0
-ENGINE_TIMEOUT_S = 10.0
 MOST_TENANTS = 8
 NO_TENANT = "-"
 OTHER_TENANTS = "other"

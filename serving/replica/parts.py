@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from serving.debug.replica_faults import ReplicaFaults
     from serving.trace.spans import Spans
 
-ENGINE_CALL_TIMEOUT_S = 10.0
-
 
 class Links(Protocol):
     """The connected front ends, counted. `calls` of theirs are under way."""
@@ -111,7 +109,6 @@ class ReplicaParts:
             self.sessions,
             controller,
             self.tasks,
-            engine_timeout_s=ENGINE_CALL_TIMEOUT_S,
             on_loaded=self.metrics.session_loaded,
         )
         self.offers = SessionOffers(self.replica_id, controller)
@@ -178,7 +175,6 @@ class ReplicaParts:
             metrics=self.metrics,
             describe=self.describe,
             model_info=self.model_info,
-            engine_timeout_s=ENGINE_CALL_TIMEOUT_S,
             faults=self._faults_to_plant() if self._args.debug.faults else None,
         )
 

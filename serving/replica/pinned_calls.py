@@ -11,7 +11,7 @@ from serving.replica.drain import ReplicaDrain
 from serving.replica.empty_turns import EmptyTurns
 from serving.replica.kv_watch import KVWatch
 from serving.replica.ordered_moves import OrderedMoves
-from serving.replica.session_host import SessionHost
+from serving.replica.session_host import ENGINE_TIMEOUT_S, SessionHost
 from serving.replica.turn_request import RequestBuilder
 from serving.replica.turn_runner import TurnRunner
 from serving.replica.unnamed_sessions import UnnamedSessions
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 
 class PinnedCalls:
-    """Carries them out, on the replica's event loop. `engine_timeout_s` bounds each wait for the engine. `describe` and
-    `model_info` tell what GET /get_server_info and GET /v1/models show. Without `faults`, none can be planted."""
+    """Carries them out, on the replica's event loop. `describe` and `model_info` tell what GET /get_server_info and GET
+    /v1/models show. Without `faults`, none can be planted."""
 
     def __init__(
         self,
@@ -62,7 +62,6 @@ class PinnedCalls:
         metrics: ReplicaMetrics,
         describe: Callable[[], dict[str, Any]],
         model_info: Callable[[], ModelInfo],
-        engine_timeout_s: float,
         faults: ReplicaFaults | None,
     ) -> None:
         self._replica_id = replica_id
@@ -78,7 +77,6 @@ class PinnedCalls:
         self._metrics = metrics
         self._describe = describe
         self._model_info = model_info
-        self._engine_timeout_s = engine_timeout_s
         self._faults = faults
 
     async def answer(self, call: AnyCall) -> Any:
@@ -98,7 +96,7 @@ class PinnedCalls:
                 return self._turns.abort(call.request_id, call.tenant)
             case Flush():
                 self._unnamed.forget_all()
-                async with asyncio.timeout(self._engine_timeout_s):
+                async with asyncio.timeout(ENGINE_TIMEOUT_S):
                     return await asyncio.wrap_future(self._engine.flush())
             case Drain():
                 return await self._drain.order()
@@ -107,7 +105,7 @@ class PinnedCalls:
             case Describe():
                 return self._describe()
             case SessionPlaces():
-                async with asyncio.timeout(self._engine_timeout_s):
+                async with asyncio.timeout(ENGINE_TIMEOUT_S):
                     return await asyncio.wrap_future(self._engine.session_places(call.session_ids))
             case MetricsText():
                 return self._metrics.render()

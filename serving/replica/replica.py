@@ -25,8 +25,9 @@ from serving.replica.generation_config import sampling_defaults
 from serving.replica.kv_watch import LOOK_INTERVAL_S
 from serving.replica.link_server import TICK_S, Emit, LinkServer
 from serving.replica.mailbox import Mailbox
-from serving.replica.parts import ENGINE_CALL_TIMEOUT_S, ReplicaParts
+from serving.replica.parts import ReplicaParts
 from serving.replica.place import ReplicaPlace
+from serving.replica.session_host import ENGINE_TIMEOUT_S
 from serving.settings.config import AppArgs
 from serving.settings.engine_args import ModelArgs
 from serving.text.text import TextProcessor
@@ -179,7 +180,7 @@ class LLMReplica:
         )
         self._tasks.every(HAND_OVER_INTERVAL_S, self._hand_over, timeout_s=HAND_OVER_TIMEOUT_S)
         self._tasks.every(WATCH_INTERVAL_S, self._watch.look, timeout_s=CONTROLLER_TIMEOUT_S)
-        self._tasks.every(LOOK_INTERVAL_S, self._parts.kv_watch.look, timeout_s=3 * ENGINE_CALL_TIMEOUT_S)
+        self._tasks.every(LOOK_INTERVAL_S, self._parts.kv_watch.look, timeout_s=3 * ENGINE_TIMEOUT_S)
         self._tasks.every(TICK_S, self._links.watch, timeout_s=TICK_S)
         self._tasks.every(GAUGE_INTERVAL_S, self._publish_gauges, timeout_s=GAUGE_INTERVAL_S)
         await once_up(self._join)  # a shard that answers has sessions here while another one is waited for

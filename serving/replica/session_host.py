@@ -33,14 +33,15 @@ from serving.wire.turns import ForkedSession
 
 logger = logging.getLogger(__name__)
 
+ENGINE_TIMEOUT_S = 10.0
+"""How long a replica waits for its engine, whatever it asks."""
 ENDS_AT_ONCE = 64  # idle sessions: each waits for a step of the engine and for the controller
 
 T = TypeVar("T")
 
 
 class SessionHost:
-    """Holds this replica's sessions. `engine_timeout_s` bounds every wait for the engine. `on_loaded` is called with
-    the seconds that loading a session took."""
+    """Holds this replica's sessions. `on_loaded` is called with the seconds that loading a session took."""
 
     def __init__(
         self,
@@ -50,7 +51,6 @@ class SessionHost:
         controller: ControllerCalls,
         tasks: BackgroundTasks,
         *,
-        engine_timeout_s: float,
         on_loaded: Callable[[float], None],
     ) -> None:
         self._replica_id = replica_id
@@ -58,7 +58,6 @@ class SessionHost:
         self._sessions = sessions
         self._controller = controller
         self._tasks = tasks
-        self._engine_timeout_s = engine_timeout_s
         self._on_loaded = on_loaded
         self._loading: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._forking: dict[str, asyncio.Task[ForkedSession]] = {}  # by child
@@ -301,6 +300,6 @@ class SessionHost:
             logger.warning("session %s: KV not freed: %r", session_id, error)
 
     async def _from_engine(self, future: Future[T]) -> T:
-        """Waits for the engine, at most `engine_timeout_s`. After a timeout the engine still does what it was asked."""
-        async with asyncio.timeout(self._engine_timeout_s):
+        """Waits for the engine, at most ENGINE_TIMEOUT_S. After a timeout the engine still does what it was asked."""
+        async with asyncio.timeout(ENGINE_TIMEOUT_S):
             return await asyncio.shield(asyncio.wrap_future(future))

@@ -29,7 +29,6 @@ from engine.api import (
     StepFailed,
 )
 from serving.replica import session_host
-from serving.replica.parts import ENGINE_CALL_TIMEOUT_S
 from serving.replica.replica import execution_line
 from serving.wire.calls import RewindSession
 from tests.unit.engine.null_runner import null_generate
@@ -304,7 +303,7 @@ async def test_neither_a_rewind_nor_a_turn_after_it_waits_for_the_engine_to_cut_
     with monkeypatch.context() as patched:
         patched.setattr(rig.engine, "rewind_session", lambda *_: Future())
         async with asyncio.timeout(
-            ENGINE_CALL_TIMEOUT_S / 2
+            session_host.ENGINE_TIMEOUT_S / 2
         ):  # the engine never does, and would be waited for
             await rig.empty_turns.rewind(RewindSession("s", epoch, 3))
             events = await rig.run(call([2], "s"), epoch)

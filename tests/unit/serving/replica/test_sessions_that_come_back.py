@@ -13,6 +13,7 @@ import pytest
 
 from controllers.records import ForkOrder
 from engine.api import SessionBusy
+from serving.replica import session_host
 from serving.wire.calls import RewindSession
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.replica_rig import VOCAB_SIZE, Rig, call, local_controller, running_rig, tokens_of
@@ -89,11 +90,13 @@ async def left_and_continued_elsewhere(owners: TwoOwners) -> Rig:
     return rig
 
 
-async def test_a_session_that_comes_during_a_step_is_submitted_in_it(owners: TwoOwners) -> None:
+async def test_a_session_that_comes_during_a_step_is_submitted_in_it(
+    owners: TwoOwners, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The turn does not wait for stale KV to be freed, because the engine frees it before the turn. It used to wait for
     the step."""
     rig = await left_and_continued_elsewhere(owners)
-    rig.host._engine_timeout_s = 3600.0
+    monkeypatch.setattr(session_host, "ENGINE_TIMEOUT_S", 3600.0)
     rig.runner.hold()
     other = asyncio.create_task(rig.run(call([9], max_new_tokens=2)))
     await rig.runner.held()
@@ -109,7 +112,7 @@ async def test_kv_that_was_not_freed_is_used_as_far_as_the_history_agrees(
     owners: TwoOwners, monkeypatch: pytest.MonkeyPatch, reason: Exception | None
 ) -> None:
     rig = await left_and_continued_elsewhere(owners)
-    rig.host._engine_timeout_s = 0.01
+    monkeypatch.setattr(session_host, "ENGINE_TIMEOUT_S", 0.01)
     monkeypatch.setattr(rig.engine, "close_session", failing(reason))
     assert await owners.say(rig, [60]) == 6
     assert await owners.say(rig, [61]) == len(owners.history) - 10
@@ -119,7 +122,7 @@ async def test_a_fork_shares_its_parent_s_kv_as_far_as_the_history_agrees(
     owners: TwoOwners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = await left_and_continued_elsewhere(owners)
-    rig.host._engine_timeout_s = 0.5
+    monkeypatch.setattr(session_host, "ENGINE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(rig.engine, "close_session", failing(SessionBusy("session s has a turn in flight")))
     forked = await rig.host.fork("s", owners.epoch, ForkOrder("child", "key", length=9))
     assert forked.cached_tokens == 6
@@ -138,10 +141,12 @@ async def test_a_history_that_comes_back_as_it_was_finds_its_kv(owners: TwoOwner
         assert await owners.say(rig, [4]) == 10
 
 
-async def test_what_was_asked_of_the_engine_is_done_though_nobody_waits_any_more(owners: TwoOwners) -> None:
+async def test_what_was_asked_of_the_engine_is_done_though_nobody_waits_any_more(
+    owners: TwoOwners, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = owners.rigs["a"]
     await owners.say(rig, [1, 2, 3])
-    rig.host._engine_timeout_s = 0.05
+    monkeypatch.setattr(session_host, "ENGINE_TIMEOUT_S", 0.05)
     rig.runner.hold()
     other = asyncio.create_task(rig.run(call([9], max_new_tokens=2)))
     await rig.runner.held()
