@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -41,7 +42,7 @@ from serving.front.api.turn_streams import (
     in_the_words_of,
     until_disconnect,
 )
-from serving.wire.turns import ModelInfo, SessionTurn, TurnCall, TurnEvent, TurnFinish
+from serving.wire.turns import ModelInfo, TurnCall, TurnEvent, TurnFinish
 
 REQUEST_ID = "request-id"
 
@@ -65,8 +66,13 @@ async def create_message(
     session = headers.turn(1, "messages")
     tools = tools_in_use(body.tools, body.tool_choice, service.model)
     reply_id = new_id("msg_")
-    affinity_key = AffinityKeys.of(request).key(user=body.user_id)
-    make_plan = partial(_plan, body, tools, service.model, adapter, reply_id, session, tenant, affinity_key)
+    fields = {
+        "session": session,
+        "tenant": tenant,
+        "affinity_key": AffinityKeys.of(request).key(user=body.user_id),
+        "adapter": adapter,
+    }
+    make_plan = partial(_plan, body, tools, service.model, reply_id, fields)
     plan = await beside_streams(make_plan, len(body.messages))
     (call,) = plan.calls
     reader = AnswerReader(call, tools, reads_thoughts(service.model, call.constraint))
@@ -102,11 +108,8 @@ def _plan(
     body: MessagesBody,
     tools: ToolUse | None,
     model: ModelInfo,
-    adapter: str,
     reply_id: str,
-    session: SessionTurn | None,
-    tenant: str,
-    affinity_key: str,
+    turn_fields: dict[str, Any],
 ) -> TurnPlan:
     held = body.held_answer()
     call = TurnCall(
@@ -115,11 +118,8 @@ def _plan(
         sampling=body.sampling(model),
         max_new_tokens=most_tokens(model, body.max_tokens),
         stop=tuple(body.stop_sequences or ()),
-        session=session,
-        tenant=tenant,
-        affinity_key=affinity_key,
-        adapter=adapter,
         **answer_fields(model, held, tools),
+        **turn_fields,
     )
     return TurnPlan([call], field_names("messages", held), partial(_name_of_message, body))
 

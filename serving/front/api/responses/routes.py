@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -148,10 +147,16 @@ async def asked_response(
     turn_after = partial(Continued.turn, head=head, items=items, body=body)
     said = [*before.items, *items]
     turn = turn_after(before) if named is None else named
-    affinity_key = affinity.key(body.prompt_cache_key, body.user)
-    make_plan = partial(
-        _plan, body, tools, held_to, model, response_id, said, turn, tenant, priority, affinity_key
-    )
+    fields = {
+        "session": turn,
+        "tenant": tenant,
+        "affinity_key": affinity.key(body.prompt_cache_key, body.user),
+        "may_be_kept": turn is not None,
+        "priority": priority,
+        "adapter": adapter,
+        **held_to,
+    }
+    make_plan = partial(_plan, body, tools, model, response_id, said, fields)
     plan = await beside_streams(make_plan, len(items))
     plan = dataclasses.replace(plan, message_name=partial(before.name_of_message, body, said))
     (call,) = plan.calls
@@ -176,14 +181,10 @@ def _is_parted(tools: OfferedTools, model: ModelInfo, constraint: OutputConstrai
 def _plan(
     body: ResponsesBody,
     tools: OfferedTools,
-    held_to: Mapping[str, Any],
     model: ModelInfo,
     response_id: str,
     items: list[Json],
-    session: SessionTurn | None,
-    tenant: str,
-    priority: int,
-    affinity_key: str,
+    turn_fields: dict[str, Any],
 ) -> TurnPlan:
     use = tools.use
     call = TurnCall(
@@ -197,13 +198,7 @@ def _plan(
         seed=nth_seed(body.seed, 0),
         max_new_tokens=body.most_tokens(model),
         logprobs=body.logprobs(),
-        session=session,
-        tenant=tenant,
-        affinity_key=affinity_key,
-        may_be_kept=session is not None,
-        priority=priority,
-        adapter=adapter_of(body.model, model),
-        **held_to,
+        **turn_fields,
     )
     names = field_names("input", body.held(), "max_output_tokens") | NAMES_OF_INPUT
     if body.is_stored:
