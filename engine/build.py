@@ -13,7 +13,7 @@ from cache.session_cache import SessionAwareCache
 from cache.tiers import TierSizes
 from cache.window import WindowPool
 from engine.api import DeltaSink
-from engine.build_runner import make_rank, make_runner
+from engine.build_runner import DEFAULT_EXECUTION, make_rank, make_runner
 from engine.device import resolve_device
 from engine.engine import LocalEngine
 from engine.models.loader import LoadedModel
@@ -39,7 +39,6 @@ from engine.stats import EngineCounters
 from engine.step_thread import StepDriver
 from engine.stops import StopCriteria
 
-DEFAULT_EXECUTION = ExecutionSettings()
 STOP_S = 5.0
 
 

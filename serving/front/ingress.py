@@ -67,7 +67,7 @@ START_TIMEOUT_S = 900.0
 EXPIRE_INTERVAL_S = 15.0
 CACHED_OWNERS = 100_000
 CACHED_PLACES = 200_000
-"""Places in conversations, two of each conversation: some 50 MB."""
+"""Places in conversations, two of each conversation: some 35 MB."""
 STOP_TIMEOUT_S = 5.0
 """How long responses that are broken off may take to write their ends to the session log."""
 RELOAD_KEYS_INTERVAL_S = 2.0

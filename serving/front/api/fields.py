@@ -40,21 +40,25 @@ MAX_GRAMMAR_CHARS = 65_536
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORDS_CHARS = 16_384
 """Of all words together. A replica's event loop makes them into tokens: so many take 20 ms."""
-_SHOWN_CHARS = 60
-_MAX_INT = 2**31 - 1
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+"""Of one message."""
+SHOWN_CHARS = 60
+"""How much of a word that is not known an error repeats."""
+MAX_INT = 2**31 - 1
 _SEED_BITS = 2**63 - 1
 _GREEDY_BELOW = 1e-5
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME_CHARS, pattern=NAME_PATTERN)]
 """An id given by a client."""
 
-Count = Annotated[int, Field(ge=1, le=_MAX_INT)]
-CountOrZero = Annotated[int, Field(ge=0, le=_MAX_INT)]
+Count = Annotated[int, Field(ge=1, le=MAX_INT)]
+CountOrZero = Annotated[int, Field(ge=0, le=MAX_INT)]
 NumChoices = Annotated[int, Field(ge=1, le=128)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)]
 TopP = Annotated[float, Field(gt=0, le=1)]
-TopK = Annotated[int, Field(ge=-1, le=_MAX_INT)]
+TopK = Annotated[int, Field(ge=-1, le=MAX_INT)]
 MinP = Annotated[float, Field(ge=0, le=1)]
 AdditivePenalty = Annotated[float, Field(ge=-MAX_ADDITIVE_PENALTY, le=MAX_ADDITIVE_PENALTY)]
 RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
@@ -83,9 +87,7 @@ AllowedTokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 
 def refused_kind(kind: str) -> str:
     """Refuses the `type` of something that is not served, by name. For pydantic's validators."""
-    raise PydanticCustomError(
-        UNSUPPORTED, "{kind} is not supported here", {"kind": repr(kind[:_SHOWN_CHARS])}
-    )
+    raise PydanticCustomError(UNSUPPORTED, "{kind} is not supported here", {"kind": repr(kind[:SHOWN_CHARS])})
 
 
 class OtherKind(StrictBody):

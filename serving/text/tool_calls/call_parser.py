@@ -7,11 +7,17 @@ content.
 from __future__ import annotations
 
 import json
+import re
 from abc import abstractmethod
 from collections.abc import Callable
 
 from serving.text.answer_pieces import CallPiece, Piece
 from serving.text.state_parser import SPACE, StateParser, first_mark
+
+MAX_NAME_CHARS = 512
+"""The most characters of the name of a function, or of an argument."""
+NAME = re.compile(r"\s*[\w.\-:/]+\s*")
+NAME_SO_FAR = re.compile(r"\s*[\w.\-:/]*\s*")
 
 
 class CallParser(StateParser):

@@ -24,6 +24,9 @@ JSON_OPTIONS: JsonCompileOptions = {
 }
 """How JSON is written. They come last in a schema, so that it cannot override them."""
 
+DEFINITIONS = ("$defs", "definitions")
+"""Where a schema keeps what it refers to."""
+
 CALL_ID = "/[a-zA-Z0-9]{9}/"
 """The id of a call, if the model writes one."""
 

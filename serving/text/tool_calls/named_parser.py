@@ -10,13 +10,10 @@ import re
 
 from serving.text.answer_pieces import overlap
 from serving.text.state_parser import SPACE
-from serving.text.tool_calls.call_parser import CallParser
+from serving.text.tool_calls.call_parser import MAX_NAME_CHARS, NAME, NAME_SO_FAR, CallParser
 from serving.text.tool_calls.formats import NamedFormat
 from serving.text.tool_calls.json_extent import JsonExtent
 
-_MAX_NAME_CHARS = 512
-_NAME = re.compile(r"\s*[\w.\-:/]+\s*")
-_NAME_SO_FAR = re.compile(r"\s*[\w.\-:/]*\s*")
 _ID = re.compile(r"\s*[\w\-]+\s*")
 _ID_SO_FAR = re.compile(r"\s*[\w\-]*\s*")
 _KNOWN_ID = re.compile(r"[a-zA-Z0-9]{9}")
@@ -66,10 +63,10 @@ class NamedCallParser(CallParser):
         if place < 0:
             marks = filter(None, (separator, self._form.id_opener))
             so_far = unread[: len(unread) - overlap(unread, marks)]
-            if len(unread) < _MAX_NAME_CHARS and self._is_head(so_far, _NAME_SO_FAR, _ID_SO_FAR):
+            if len(unread) < MAX_NAME_CHARS and self._is_head(so_far, NAME_SO_FAR, _ID_SO_FAR):
                 return False
             return self._leave()
-        if place >= _MAX_NAME_CHARS - len(separator) or not self._is_head(unread[:place], _NAME, _ID):
+        if place >= MAX_NAME_CHARS - len(separator) or not self._is_head(unread[:place], NAME, _ID):
             return self._leave()
         self._name, self._id = self._parted(unread[:place])
         self._hold(place + len(separator))
@@ -82,7 +79,7 @@ class NamedCallParser(CallParser):
         name, mark, call_id = text.partition(opener) if opener else (text, "", "")
         if not mark:
             return name_like.fullmatch(name) is not None
-        return _NAME.fullmatch(name) is not None and id_like.fullmatch(call_id) is not None
+        return NAME.fullmatch(name) is not None and id_like.fullmatch(call_id) is not None
 
     def _parted(self, head: str) -> tuple[str, str]:
         """The name, and the id if it is usable: well formed, and not the id of another call of the answer."""

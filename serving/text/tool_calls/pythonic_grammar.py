@@ -13,14 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from serving.text.tool_calls.argument_values import argument_types, referred
-from serving.text.tool_calls.grammar_terms import GrammarTerms
+from serving.text.tool_calls.grammar_terms import DEFINITIONS, GrammarTerms
 
-_DEFINITIONS = ("$defs", "definitions")
 _SCALARS = ("string", "integer", "number")
 _TYPES = ("null", "boolean", "string", "number", "array", "object")
 SAYS_NOTHING = frozenset(
     (
-        *_DEFINITIONS,
+        *DEFINITIONS,
         *("$schema", "$id", "$comment", "$anchor", "title", "description", "default", "examples", "example"),
         *("deprecated", "readOnly", "writeOnly"),
     )
@@ -52,7 +51,7 @@ class _CallWriter:
         self._terms = terms
         self._name = name
         self._parameters = parameters
-        self._shared = {word: parameters[word] for word in _DEFINITIONS if word in parameters}
+        self._shared = {word: parameters[word] for word in DEFINITIONS if word in parameters}
         self._references: dict[str, str] = {}
         self._any = f"{name}_any"
         self._blank = f"{name.upper()}_WS"

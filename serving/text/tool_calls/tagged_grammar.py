@@ -14,9 +14,8 @@ from typing import Any
 
 from serving.text.tool_calls.argument_values import argument_types, referred
 from serving.text.tool_calls.formats import TaggedFormat
-from serving.text.tool_calls.grammar_terms import GrammarTerms
+from serving.text.tool_calls.grammar_terms import DEFINITIONS, GrammarTerms
 
-_DEFINITIONS = ("$defs", "definitions")
 _KEY = r"/[A-Za-z_][A-Za-z0-9_.\-]{0,63}/"
 _TEXT = re.compile(r"\\.|/|\n", re.DOTALL)
 """The parts of a pattern that could be mistaken for its own delimiters."""
@@ -50,7 +49,7 @@ def _value(
     """The text between a key and its value, the value, and what ends it; then the rules."""
     types = argument_types(parameters, key)
     held = parameters["properties"][key]
-    shared = {word: parameters[word] for word in _DEFINITIONS if word in parameters}
+    shared = {word: parameters[word] for word in DEFINITIONS if word in parameters}
     if types is not None and "string" not in types:
         return [_json(form, terms, {**shared, **held})]
     if not isinstance(held, Mapping):

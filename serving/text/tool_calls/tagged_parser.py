@@ -15,13 +15,9 @@ from typing import Any
 from serving.text.answer_pieces import overlap
 from serving.text.state_parser import SPACE, first_mark
 from serving.text.tool_calls.argument_values import argument_json, argument_types
-from serving.text.tool_calls.call_parser import CallParser
+from serving.text.tool_calls.call_parser import MAX_NAME_CHARS, NAME, NAME_SO_FAR, CallParser
 from serving.text.tool_calls.formats import TaggedFormat
 
-_MAX_NAME_CHARS = 512
-"""The most characters of the name of a function, or of an argument."""
-_NAME = re.compile(r"\s*[\w.\-:/]+\s*")
-_NAME_SO_FAR = re.compile(r"\s*[\w.\-:/]*\s*")
 _NAME_END = re.compile(r"(?<=\S)(?=[\s<])")
 _STRING = frozenset(("string",))
 
@@ -85,16 +81,16 @@ class TaggedCallParser(CallParser):
             found = _NAME_END.search(rest)
             end = found.start() if found else -1
         closer_len = max(1, len(form.name_closer))
-        if 0 <= end <= _MAX_NAME_CHARS - closer_len and _NAME.fullmatch(rest[:end]):
+        if 0 <= end <= MAX_NAME_CHARS - closer_len and NAME.fullmatch(rest[:end]):
             behind = rest[end:].removeprefix(form.name_closer)
             if form.name_closer or (follows := self._begins_arguments(behind)):
                 self._begin(rest[:end].strip(), behind)
                 return True
             if follows is None:
                 return False
-        elif end < 0 and len(rest) < _MAX_NAME_CHARS:
+        elif end < 0 and len(rest) < MAX_NAME_CHARS:
             so_far = rest[: len(rest) - overlap(rest, [form.name_closer])]
-            if _NAME_SO_FAR.fullmatch(so_far):
+            if NAME_SO_FAR.fullmatch(so_far):
                 return False
         return self._leave()
 
@@ -152,10 +148,10 @@ class TaggedCallParser(CallParser):
     def _key(self) -> bool:
         form, rest, opener = self._form, self._unread.removeprefix(self._form.key_opener), None
         end = rest.find(form.key_closer)
-        if end < 0 and len(rest) < _MAX_NAME_CHARS:
+        if end < 0 and len(rest) < MAX_NAME_CHARS:
             return False
         key = rest[:end].strip()
-        if not 0 <= end <= _MAX_NAME_CHARS - len(form.key_closer) or not key:
+        if not 0 <= end <= MAX_NAME_CHARS - len(form.key_closer) or not key:
             self._drop_mark()
             return True
         behind = rest[end + len(form.key_closer) :]

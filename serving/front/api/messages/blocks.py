@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from serving.front.api.fields import DirectCaller, NonEmptyText, one_or_many
+from serving.front.api.fields import MAX_MESSAGES, DirectCaller, NonEmptyText, one_or_many
 from serving.front.api.strict_json import NotSupported, StrictBody
 
-MAX_MESSAGES = 4096
 MAX_BLOCKS = 1024
 """Most blocks of one message."""
 

@@ -24,15 +24,13 @@ from serving.front.api.answers.tools_schema import (
     Tools,
     check_arguments,
 )
-from serving.front.api.fields import Count, NonEmptyText, OtherKind, TopLogprobs
+from serving.front.api.fields import MAX_MESSAGES, MAX_PARTS, Count, NonEmptyText, OtherKind, TopLogprobs
 from serving.front.api.openai.replies import StopDetails, Usage
 from serving.front.api.openai.requests import OpenAiBody
 from serving.front.api.reply_json import Reply
 from serving.front.api.shared_fields import TemplateKwargs
 from serving.front.api.strict_json import NotSupported, StrictBody
 
-MAX_MESSAGES = 4096
-MAX_PARTS = 1024
 MAX_TEMPLATE_CHARS = 65_536
 
 

@@ -11,11 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
 
 from serving.front.api.answers.tools_schema import check_arguments
-from serving.front.api.fields import DirectCaller, NonEmptyText, OtherKind, refused_kind
+from serving.front.api.fields import MAX_PARTS, DirectCaller, NonEmptyText, OtherKind, refused_kind
 from serving.front.api.strict_json import NotSupported, StrictBody
 
 MAX_ITEMS = 16_384
-MAX_PARTS = 1024
 
 Json = dict[str, Any]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]

@@ -19,7 +19,7 @@ from starlette.status import WS_1008_POLICY_VIOLATION
 from serving.front.api.affinity import AffinityKeys
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.errors import ClientGone, refusal
-from serving.front.api.fields import Client, Service, Tenant
+from serving.front.api.fields import SHOWN_CHARS, Client, Service, Tenant
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.lane import CREATE, Lane, Memory, error_event
 from serving.front.api.rules import rules_of
@@ -34,7 +34,6 @@ MOST_RESPONSES = 16
 SESSION_HEADERS = ("x-session-id", "x-session-mode", "x-session-turn")
 
 _STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}")
-_SHOWN_CHARS = 60
 _ALL_BUSY = ErrorInfo(
     503, "too_many_connections", "No more WebSockets are taken: all are busy.", retry_after_s=1.0
 )
@@ -153,7 +152,7 @@ class Lanes:
             raise refusal("Send a JSON object.", None)
         kind = value.get("type")
         if kind != CREATE:
-            what = "missing" if kind is None else f"{str(kind)[:_SHOWN_CHARS]!r} is not known here"
+            what = "missing" if kind is None else f"{str(kind)[:SHOWN_CHARS]!r} is not known here"
             raise refusal(f"type: {what}; send {CREATE}.", "type", code="unknown_event_type")
         return value
 

@@ -19,7 +19,8 @@ from pydantic import ValidationError
 
 from serving.front.api import body_limits
 from serving.front.api.body_limits import MIB, PIECE_BYTES, BodyLimits
-from serving.front.api.openai.chat_schema import MAX_MESSAGES, ChatBody
+from serving.front.api.fields import MAX_MESSAGES
+from serving.front.api.openai.chat_schema import ChatBody
 from serving.front.api.openai.completions_schema import CompletionBody
 from serving.front.api.rules import ApiRules
 from serving.front.api.sessions.schema import GenerateBody
