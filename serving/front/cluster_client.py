@@ -187,10 +187,19 @@ class ClusterClient:
         await self._dispatcher.ask_owner(key, lambda epoch: KeepNote(key, epoch, note, once, expected_turn))
 
     async def close_session(self, session_id: str, *, tenant: str) -> bool:
+        key = session_key(tenant, session_id)
+        opened = None
+        self._dispatcher.forget(key)  # what is remembered does not say whether the session is still there
         with told_to_clients():
-            return await self._dispatcher.once_log_answers(
-                partial(self._close, session_key(tenant, session_id))
-            )
+            try:
+                owner = await self._dispatcher.once_log_answers(partial(self._dispatcher.owner_of, key))
+                opened = owner.open_key
+            except SessionNotFound:
+                return False
+            except NoReplica:
+                pass
+            await self._dispatcher.once_log_answers(partial(self._close, key, opened))
+        return True
 
     async def abort(self, request_id: str | None, *, all_requests: bool = False, tenant: str) -> None:
         if not all_requests and request_id is None:
@@ -351,26 +360,28 @@ class ClusterClient:
         except (ControllerError, TimeoutError):
             return None
 
-    async def _close(self, key: str) -> bool:
-        """Closes the session at its owner: then nothing of the session is left there, and its turn ends. If there is no
-        owner, the controller closes it. False if there is no such session."""
-        owner = None
+    async def _close(self, key: str, opened: str | None) -> None:
+        """Closes the session that was opened with this key (None: not known) at its owner: then nothing of it is left
+        there, and its turn ends. If there is no owner, the controller closes it. If it is not there any more, an earlier
+        try has closed it, whose answer was lost, or another call."""
         try:
-            remembered = await self._dispatcher.owner_of(key)
+            first = await self._dispatcher.owner_of(key)
+            if opened not in (None, first.open_key):
+                return  # a later session
+            opened = first.open_key
             with suppress(ReplicaGone):
-                if await self._close_at(remembered, key):
-                    return True
+                if await self._close_at(first, key):
+                    return
             owner = await self._dispatcher.owner_of(key)
-            if owner != remembered and await self._close_at(owner, key):
-                return True
+            if owner != first and owner.open_key == opened and await self._close_at(owner, key):
+                return
         except SessionNotFound:
-            return False
+            return
         except (NoReplica, ReplicaGone):
             pass
         finally:
             self._dispatcher.forget(key)
-        opened = None if owner is None else owner.open_key
-        return await self._controller.close_session(key, None, None, opened)
+        await self._controller.close_session(key, None, None, opened)
 
     async def _close_at(self, owner: Owner, key: str) -> bool:
         """False if the replica does not have the session at that epoch, or no longer owns it. Raises StoreError if the

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from controllers.errors import StoreError
 from serving.front import turn_dispatch
 from serving.front.ownership_cache import Owner, OwnershipCache
 from serving.front.replica_gone import ReplicaLate
@@ -20,18 +21,25 @@ from tests.unit.serving.replica_rig import call
 
 
 class ClosingReplicas(LocalReplicas):
-    """`asked` are the replicas that were asked. The first `late` calls are not carried out in time."""
+    """`asked` are the replicas that were asked. The first `late` calls are not carried out in time, or just before
+    they are too late (`done_late`). The first call finds the session as `on_the_way` leaves it."""
 
     def __init__(self, served: Failover) -> None:
         super().__init__(served.rigs)
         self.dead = served.replicas.dead
         self.asked: list[str] = []
         self.late = 0
+        self.done_late = False
+        self.on_the_way: Callable[[], object] = lambda: None
 
     async def call(self, replica_id: str, call: AnyCall, timeout_s: float | None = None) -> Any:
         assert isinstance(call, CloseSession)
         self.asked.append(replica_id)
+        if len(self.asked) == 1:
+            self.on_the_way()
         if replica_id not in self.dead and len(self.asked) <= self.late:
+            if self.done_late:
+                await super().call(replica_id, call, timeout_s)
             raise ReplicaLate
         return await super().call(replica_id, call, timeout_s)
 
@@ -64,23 +72,42 @@ def move(served: Failover) -> int:
     return served.cluster.resolve("s", False, "").epoch
 
 
-@pytest.mark.parametrize("still_held", [False, True])
-async def test_a_session_that_moved_is_closed_when_its_turn_has_ended(
-    served: Failover, still_held: bool
-) -> None:
+async def test_a_session_that_moved_is_closed_when_its_turn_has_ended(served: Failover) -> None:
     a, b = served.rigs
     epoch = move(served)
-    if not still_held:
-        await a.host.release("s")
+    await a.host.release("s")
     b.runner.hold()
     turn = asyncio.create_task(b.run(call([5], "s"), epoch))
     await b.begun()
     other = OtherIngress(served)
     assert await other.client.close_session("s", tenant="")
-    assert other.replicas.asked == ["a", "b"]
+    assert other.replicas.asked == ["b"]
     b.runner.go_on()
     assert (await turn)[-1].finish is not None
     assert served.cluster.sessions() == []
+
+
+async def test_a_session_that_moves_while_the_close_is_on_its_way_is_closed_at_its_new_owner(
+    served: Failover,
+) -> None:
+    other = OtherIngress(served)
+    other.replicas.on_the_way = lambda: move(served)
+    assert await other.client.close_session("s", tenant="")
+    assert other.replicas.asked == ["a", "b"]
+    assert served.cluster.sessions() == []
+
+
+async def test_a_session_that_is_opened_while_the_close_is_on_its_way_stays(served: Failover) -> None:
+    other = OtherIngress(served)
+
+    def is_closed_and_opened_again() -> None:
+        served.cluster.close_session("s")
+        served.cluster.open_session("s", "", None, None, "another")
+
+    other.replicas.on_the_way = is_closed_and_opened_again
+    assert await other.client.close_session("s", tenant="")
+    assert [entry.open_key for entry in served.cluster.sessions()] == ["another"]
+    served.cluster.close_session("s")
 
 
 async def test_a_session_whose_owner_has_not_loaded_it_is_closed_in_the_log(served: Failover) -> None:
@@ -174,3 +201,71 @@ async def test_a_close_waits_for_the_log(served: Failover, monkeypatch: pytest.M
     served.controller.log.away = False
     assert await closing
     assert served.cluster.sessions() == []
+
+
+@pytest.fixture
+def answer_is_lost(served: Failover, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The log's answer to its first close is lost. Returns the sessions that it was to close."""
+    monkeypatch.setattr(turn_dispatch, "LOG_PAUSE_S", 0.005)
+    closed: list[str] = []
+    store: Any = served.controller.log
+    close = store.close
+
+    def close_without_an_answer(session_id: str) -> bool:
+        there: bool = close(session_id)
+        closed.append(session_id)
+        if len(closed) == 1:
+            raise StoreError("the answer is lost")
+        return there
+
+    monkeypatch.setattr(served.controller.log, "close", close_without_an_answer, raising=False)
+    return closed
+
+
+@pytest.mark.parametrize("idle_s", [0.0, 60.0])
+async def test_a_close_whose_answer_from_the_log_is_lost_has_closed_the_session(
+    served: Failover, answer_is_lost: list[str], monkeypatch: pytest.MonkeyPatch, idle_s: float
+) -> None:
+    """The front end's next try found no session, and the client was told 404."""
+    clock = served.cluster._clock
+    monkeypatch.setattr(
+        served.cluster, "_clock", lambda: clock() + idle_s
+    )  # a long idle one is looked up in the log
+    other = OtherIngress(served)
+    assert await other.client.close_session("s", tenant="")
+    assert answer_is_lost
+    assert served.cluster.sessions() == []
+    assert not await other.client.close_session("s", tenant="")
+
+
+async def test_a_close_whose_answer_from_the_log_is_lost_closes_a_session_without_an_owner(
+    served: Failover, answer_is_lost: list[str]
+) -> None:
+    await served.rigs[0].host.release("s")
+    served.replicas.dead.update("ab")
+    for name in "ab":
+        served.cluster.report_unreachable(name, True)
+    assert await OtherIngress(served).client.close_session("s", tenant="")
+    assert answer_is_lost
+
+
+async def test_a_close_that_its_owner_answers_too_late_has_closed_the_session(
+    served: Failover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So was this."""
+    monkeypatch.setattr(turn_dispatch, "LOG_PAUSE_S", 0.005)
+    other = OtherIngress(served)
+    other.replicas.late, other.replicas.done_late = 1, True
+    assert await other.client.close_session("s", tenant="")
+    assert served.cluster.sessions() == []
+    assert not await other.client.close_session("s", tenant="")
+
+
+async def test_no_session_is_told_as_closed_though_the_log_was_away(
+    served: Failover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_dispatch, "LOG_PAUSE_S", 0.005)
+    served.controller.failures["resolve"] = [StoreError("away")]
+    client = OtherIngress(served).client
+    assert not await client.close_session("unknown", tenant="")
+    assert await client.close_session("s", tenant="")
