@@ -362,8 +362,8 @@ class ClusterClient:
 
     async def _close(self, key: str, opened: str | None) -> None:
         """Closes the session that was opened with this key (None: not known) at its owner: then nothing of it is left
-        there, and its turn ends. If there is no owner, the controller closes it. If it is not there any more, an earlier
-        try has closed it, whose answer was lost, or another call."""
+        there, and its turn ends. If there is no owner, the controller closes it. If it is there no more, an earlier try
+        has closed it, whose answer was lost, or another call."""
         try:
             first = await self._dispatcher.owner_of(key)
             if opened not in (None, first.open_key):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from random import Random
 
-from controllers.errors import ControllerError
+from controllers.errors import ControllerError, NoAnswer
 from controllers.records import ReplicaStatus
 from serving.front.known_places import NOWHERE, Affinity
 from serving.wire.controller_calls import ControllerCalls
@@ -60,9 +60,13 @@ class Membership:
         return None if known is None else known.status
 
     async def look(self) -> None:
-        """Asks the controller for the replicas. Raises ControllerError, also if the controller has just started: it may
-        not have heard yet of replicas that are known here."""
-        listed = await self._controller.replicas(bool(self._known))
+        """Asks the controller for the replicas. Raises ControllerError. A controller that has just started may not have
+        heard yet of replicas that are known here: until it has, none is taken for gone."""
+        try:
+            listed = await self._controller.replicas(bool(self._known))
+        except NoAnswer:
+            await self._learn()  # which fails, too, unless the controller has just started
+            return
         statuses = {status.replica_id: status for status in listed}
         gone = [name for name in self._known if name not in statuses]
         self._known = {name: self._reported(status) for name, status in statuses.items()}
@@ -75,11 +79,16 @@ class Membership:
         taken for gone by that."""
         if replica_id not in self._known:
             try:
-                listed = await self._controller.replicas()
-                self._known |= {status.replica_id: self._reported(status) for status in listed}
+                await self._learn()
             except ControllerError as error:
                 logger.warning("the controller does not tell who is there: %s", error)
         return self.status(replica_id)
+
+    async def _learn(self) -> None:
+        """Asks the controller for the replicas, and takes none for gone that it does not list. Raises
+        ControllerError."""
+        listed = await self._controller.replicas()
+        self._known |= {status.replica_id: self._reported(status) for status in listed}
 
     def pick(self, affinity: Affinity = NOWHERE, refused_by: Collection[str] = ()) -> str | None:
         """A replica for a call that any replica may take; None if there is none. A draining replica is chosen only if

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import ExitStack
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from controllers.errors import NoAnswer
 from controllers.records import ReplicaStatus
+from serving.background import BackgroundTasks
 from serving.front.known_places import NOWHERE, Affinity
 from serving.front.membership import HOLDERS_LOAD, NEWCOMERS_LOAD, Membership
+from tests.unit.serving.replica_rig import WAIT_S, local_controller
 
 
 class Controller:
@@ -77,15 +82,39 @@ async def test_a_controller_that_has_just_started_lets_no_replica_go() -> None:
     await membership.look()
     assert membership.present == ("a",), "a first look waits for nobody"
     controller.statuses.clear()
-    with pytest.raises(NoAnswer):
-        await membership.look()
+    await membership.look()
     controller.statuses.append(status("b"))
+    await membership.look()
+    assert membership.present == ("a", "b"), "one that has come is known"
     assert await membership.find("b") == status("b")
     controller.statuses.clear()
     assert (membership.present, gone) == (("a", "b"), [])
     controller.has_heard_all = True
     await membership.look()
     assert (membership.present, gone) == ((), ["a", "b"])
+
+
+async def test_a_healthy_start_is_no_reason_to_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each start warned three times that looks fail, until the controller had heard of all replicas."""
+    controller: Any = local_controller(tmp_path)
+    membership = Membership(controller, lambda _: None, Random(1))
+    looked = asyncio.Semaphore(0)
+
+    async def look() -> None:
+        try:
+            await membership.look()
+        finally:
+            looked.release()
+
+    controller.cluster.register_replica(status("a"))
+    tasks = BackgroundTasks()
+    tasks.every(0.0, look, timeout_s=WAIT_S)
+    async with asyncio.timeout(WAIT_S):
+        for _ in range(3):
+            await looked.acquire()
+    await tasks.stop(WAIT_S)
+    assert membership.present == ("a",)
+    assert caplog.records == []
 
 
 async def test_the_less_loaded_is_picked_and_what_was_sent_there_counts() -> None:
