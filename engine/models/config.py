@@ -136,7 +136,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
     """`config` is the parsed config.json. Raises UnsupportedModel that names what no native family implements."""
     family = find_family(config)
-    context_len = int(config.get("max_position_embeddings") or 2048)
+    context_len = positive_integer(config, "max_position_embeddings", 2048)
     rope = parse_rope(config, context_len)
     context_len = max(context_len, rope.stretched_len)
     _refuse_unknown(config, family)
@@ -170,20 +170,23 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
         latent=latent,
         num_mtp_layers=whole_number(config, "num_nextn_predict_layers"),
     )
-    if spec.num_heads % spec.num_kv_heads or spec.rotary_dim % 2:
+    if spec.num_heads % spec.num_kv_heads or spec.rotary_dim % 2 or not spec.rotary_dim:
         raise UnsupportedModel(
-            f"{spec.num_heads} heads of {spec.head_dim} over {spec.num_kv_heads} key/value heads: "
-            "heads must divide evenly, and their size must be even"
+            f"config.json: num_attention_heads {spec.num_heads}, num_key_value_heads {spec.num_kv_heads}, head_dim "
+            f"{spec.head_dim}: heads must divide evenly, and their size must be even"
         )
     return spec
 
 
 def _kv_heads(config: Mapping[str, Any], family: Family, num_heads: int) -> int:
-    return int(config.get("num_key_value_heads", family.default_kv_heads) or num_heads)
+    """Null stands for as many as there are heads, a missing key for the family's number."""
+    missing = "num_key_value_heads" not in config
+    default = family.default_kv_heads if missing and family.default_kv_heads else num_heads
+    return positive_integer(config, "num_key_value_heads", default)
 
 
 def _head_dim(config: Mapping[str, Any], family: Family, even_share: int) -> int:
-    return int(config.get("head_dim") or family.default_head_dim or even_share)
+    return positive_integer(config, "head_dim", family.default_head_dim or even_share)
 
 
 def _flag(config: Mapping[str, Any], key: str, family: Family, fixed: bool) -> bool:
@@ -220,8 +223,10 @@ def _parse_windows(
     if kinds is None and family.window == "by layer":
         return tuple(None if layer % 2 else window for layer in range(num_layers))
     if kinds is None:
-        first = int(config.get("max_window_layers", DEFAULT_FIRST_WINDOW_LAYER))
+        first = whole_number(config, "max_window_layers", DEFAULT_FIRST_WINDOW_LAYER)
         return tuple(window if layer >= first else None for layer in range(num_layers))
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise UnsupportedModel(f"config.json: layer_types must be a list of texts, not {kinds!r}")
     unknown = sorted({*kinds} - {"sliding_attention", "full_attention"})
     if unknown or len(kinds) != num_layers:
         raise UnsupportedModel(f"layer_types of {len(kinds)} layers with {unknown}: not understood")

@@ -12,19 +12,24 @@ from typing import Any
 from engine.models.errors import UnsupportedModel
 
 
-def positive_integer(config: Mapping[str, Any], key: str) -> int:
+def positive_integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Null stands for the default, if there is one."""
     value = config.get(key)
+    if value is None and default is not None:
+        return default
     if type(value) is not int or value < 1:
         raise UnsupportedModel(f"config.json: {key} must be a positive integer, not {value!r}")
     return value
 
 
-def whole_number(config: Mapping[str, Any], key: str) -> int:
-    """0 or more; null stands for 0."""
+def whole_number(config: Mapping[str, Any], key: str, default: int = 0) -> int:
+    """0 or more; null stands for the default."""
     value = config.get(key)
-    if value is not None and (type(value) is not int or value < 0):
+    if value is None:
+        return default
+    if type(value) is not int or value < 0:
         raise UnsupportedModel(f"config.json: {key} must be an integer from 0 on, not {value!r}")
-    return value or 0
+    return value
 
 
 def positive_number(values: Mapping[str, Any], key: str, default: float, least: float = 0.0) -> float:

@@ -265,10 +265,16 @@ def _fingerprint(directory: Path, settings: ModelSettings, device: torch.device)
 
 
 def read_eos_ids(directory: Path) -> frozenset[int]:
-    """Ids that end generation: those of generation_config.json, else of config.json."""
+    """Ids that end generation: those of generation_config.json, else of config.json. Raises UnsupportedModel."""
     for name in ("generation_config.json", "config.json"):
         if (directory / name).is_file():
             value = read_json(directory / name).get("eos_token_id")
-            if value is not None:
-                return frozenset([value] if isinstance(value, int) else value)
+            if value is None:
+                continue
+            ids = value if isinstance(value, list) else [value]
+            if not all(type(each) is int for each in ids):
+                raise UnsupportedModel(
+                    f"{name}: eos_token_id must be an integer or a list of them, not {value!r}"
+                )
+            return frozenset(ids)
     return frozenset()

@@ -93,8 +93,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
-    """The family of a parsed config.json, by `architectures`, else by `model_type`."""
-    names = list(config.get("architectures") or ())
+    """The family of a parsed config.json, by `architectures`, else by `model_type`. Raises UnsupportedModel."""
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UnsupportedModel(f"config.json: architectures must be a list of texts, not {names!r}")
     for name in names:
         if name in FAMILIES:
             return FAMILIES[name]

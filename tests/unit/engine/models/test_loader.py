@@ -151,3 +151,10 @@ def test_eos_ids(tmp_path: Path) -> None:
     assert read_eos_ids(tmp_path) == {5, 6}
     (tmp_path / "generation_config.json").write_text("{}")
     assert read_eos_ids(write_config(tmp_path, eos_token_id=None)) == frozenset()
+
+
+@pytest.mark.parametrize("value", ["2", 2.0, [1, "2"], True])
+def test_an_end_that_is_no_token_id_is_refused(tmp_path: Path, value: object) -> None:
+    """A text was taken for as many ids as it has characters."""
+    with pytest.raises(UnsupportedModel, match=r"config\.json: eos_token_id must be an integer"):
+        read_eos_ids(write_config(tmp_path, eos_token_id=value))

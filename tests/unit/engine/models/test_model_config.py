@@ -195,6 +195,53 @@ def test_refusals_name_their_reason(changes: dict[str, Any], message: str) -> No
         parse_spec(config(**changes))
 
 
+@pytest.mark.parametrize("value", ["x", "7", float("nan"), float("inf"), 1.5, -1, 0, True, [1]])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+    ],
+)
+def test_what_is_no_size_is_refused_by_its_key(key: str, value: object) -> None:
+    """Texts and NaN ended in an error of Python's that named no key, and numbers of no use were taken."""
+    with pytest.raises(UnsupportedModel, match=f"config.json: {key} must be a positive integer, not"):
+        parse_spec(config(**{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": 5}, "architectures must be a list"),
+        ({"architectures": [5]}, "architectures must be a list"),
+        ({**QWEN_WINDOW, "max_window_layers": "1"}, "max_window_layers must be an integer"),
+        ({**QWEN_WINDOW, "max_window_layers": -1}, "max_window_layers must be an integer"),
+        ({**QWEN_WINDOW, "layer_types": 5}, "layer_types must be a list"),
+        ({**QWEN_WINDOW, "layer_types": [[], []]}, "layer_types must be a list"),
+        (
+            {"num_attention_heads": 128, "num_key_value_heads": 128},
+            "num_attention_heads 128, .* must be even",
+        ),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_their_key(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        parse_spec(config(**changes))
+
+
+def test_null_stands_for_what_is_left_out() -> None:
+    for key, value in (("head_dim", 16), ("num_key_value_heads", 4), ("max_position_embeddings", 2048)):
+        assert parse_spec(config(**{key: None})) == parse_spec(config(**{key: value}))
+    windows = config(**QWEN_WINDOW, num_hidden_layers=29, max_window_layers=None)
+    assert parse_spec(windows).windows == (None,) * 28 + (8,)
+
+
 @pytest.mark.parametrize(
     ("changes", "windows"),
     [
