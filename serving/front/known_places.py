@@ -12,19 +12,23 @@ A *place* is a point in a prompt, identified by a hash of everything up to it.
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from controllers.session_keys import session_key
 from serving.text.system_messages import head_len
-from serving.wire.turns import ChatPrompt, Said, SessionTurn, TextPrompt, TokenPrompt, TurnCall
+from serving.wire.turns import ChatPrompt, Prompt, Said, SessionTurn, TextPrompt, TokenPrompt, TurnCall
+
+T = TypeVar("T")
 
 DIGEST_BYTES = 16
 MOST_SAID = 256
@@ -59,6 +63,24 @@ class _Holder:
     gone: bool = False
 
 
+class _PerPrompt(Generic[T]):
+    """What was computed of prompts, while they are in use: the choices of a request have one prompt in common."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, str, str], tuple[weakref.ref[Prompt], T]] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, prompt: Prompt, tenant: str, adapter: str, compute: Callable[[], T]) -> T:
+        key = (id(prompt), tenant, adapter)
+        found = self._found.get(key)
+        if found is None:
+            gone = weakref.ref(prompt, lambda _: self._found.pop(key, None))
+            found = self._found[key] = (gone, compute())
+        return found[1]
+
+
 class KnownPlaces:
     """Which replica has which place, for the `capacity` places used last. `unnamed`: conversations without a session
     are recognized, too. `shared`: other front ends get turns of the same conversations. `durable_timeout_s`:
@@ -79,19 +101,23 @@ class KnownPlaces:
         self._durable_timeout_s = durable_timeout_s
         self._places: OrderedDict[bytes, _Holder] = OrderedDict()
         self._holders: dict[str, _Holder] = {}
+        self._said: _PerPrompt[tuple[Said, ...]] = _PerPrompt()
+        self._beginnings: _PerPrompt[list[bytes]] = _PerPrompt()
 
     def __len__(self) -> int:
         return len(self._places)
 
     def recognized(self, call: TurnCall) -> TurnCall:
         """The call, with the places that its replica looks for if the call may be a whole conversation."""
-        session = call.session
+        session, prompt = call.session, call.prompt
         wanted = self._unnamed if session is None else session.mode != "append"
-        if not wanted or not isinstance(call.prompt, ChatPrompt) or not call.may_go_on:
+        if not wanted or not isinstance(prompt, ChatPrompt) or not call.may_go_on:
             return call
         # The checkpoints of a named session count for all its adapters: its KV is set apart by its chain.
         adapter = call.adapter if session is None else ""
-        call = replace(call, prompt=replace(call.prompt, said=said_in(call.prompt, call.tenant, adapter)))
+        compute = partial(said_in, prompt, call.tenant, adapter)
+        said = self._said.get(prompt, call.tenant, adapter, compute)
+        call = replace(call, prompt=replace(prompt, said=said))
         return call if self._durable_timeout_s is None else _in_session(call, self._durable_timeout_s)
 
     def affinity(self, call: TurnCall) -> Affinity:
@@ -112,7 +138,7 @@ class KnownPlaces:
 
     def _of_text(self, call: TurnCall) -> Affinity:
         """Plain text or tokens: the replica that last had the longest beginning of it."""
-        places, home = _places(call) if self._unnamed else [], _home_of(call)
+        places, home = self._places_of(call) if self._unnamed else [], _home_of(call)
         if home is None and places and self._shared:
             home = places[0]
         return Affinity(self._known(places), home)
@@ -123,7 +149,7 @@ class KnownPlaces:
 
     def note(self, call: TurnCall, replica_id: str) -> None:
         """Records that the replica answers the call, and so has all of it."""
-        places = _places(call)
+        places = self._places_of(call)
         if not places:
             return
         holder = self._holders.setdefault(replica_id, _Holder(replica_id))
@@ -132,6 +158,16 @@ class KnownPlaces:
             self._places.move_to_end(digest)
         while len(self._places) > self._capacity:
             self._places.popitem(last=False)
+
+    def _places_of(self, call: TurnCall) -> list[bytes]:
+        session, prompt = call.session, call.prompt
+        if isinstance(prompt, ChatPrompt):
+            whole = session is None or session.mode == "full"
+            return [said.digest for said in prompt.said] if whole else []
+        if session is not None:
+            return []
+        compute = partial(_beginnings, call, prompt)
+        return self._beginnings.get(prompt, call.tenant, call.adapter, compute)
 
     def forget_replica(self, replica_id: str) -> None:
         """The replica is gone. Its places stay until newer ones push them out: a search through all of them would block
@@ -187,14 +223,6 @@ def _said_behind_head(prompt: ChatPrompt) -> tuple[Said, ...]:
     turns of a conversation."""
     begins_with_head = len(prompt.said) > 1 and prompt.said[0].num_messages <= head_len(prompt.messages)
     return prompt.said[1:] if begins_with_head else prompt.said
-
-
-def _places(call: TurnCall) -> list[bytes]:
-    session, prompt = call.session, call.prompt
-    if isinstance(prompt, ChatPrompt):
-        whole = session is None or session.mode == "full"
-        return [said.digest for said in prompt.said] if whole else []
-    return _beginnings(call, prompt) if session is None else []
 
 
 def _beginnings(call: TurnCall, prompt: TextPrompt | TokenPrompt) -> list[bytes]:

@@ -33,7 +33,7 @@ HistoryMode = Literal["append", "auto", "full"]
 two, which the replica tells from the messages."""
 
 
-class ChatPrompt(msgspec.Struct, frozen=True, tag="chat"):
+class ChatPrompt(msgspec.Struct, frozen=True, tag="chat", weakref=True):
     """Chat messages, rendered with the model's template. In a session they are the new messages, or all of them.
 
     `tools` are rendered only at the beginning of a history. Later turns may only name the same tools. If the prompt may
@@ -60,7 +60,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag="chat"):
         return self.opens_answer and not own_way
 
 
-class TextPrompt(msgspec.Struct, frozen=True, tag="text"):
+class TextPrompt(msgspec.Struct, frozen=True, tag="text", weakref=True):
     """Plain text, tokenized as it is. A new sequence begins with the tokenizer's special tokens, unless
     `add_special_tokens` is false."""
 
@@ -68,7 +68,7 @@ class TextPrompt(msgspec.Struct, frozen=True, tag="text"):
     add_special_tokens: bool = True
 
 
-class TokenPrompt(msgspec.Struct, frozen=True, tag="tokens"):
+class TokenPrompt(msgspec.Struct, frozen=True, tag="tokens", weakref=True):
     """Token ids, used as they are. The replica checks their range."""
 
     token_ids: tuple[int, ...]

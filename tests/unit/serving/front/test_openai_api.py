@@ -241,6 +241,7 @@ async def test_choices_run_side_by_side(tmp_path: Path) -> None:
         body = {"messages": [HELLO], "n": 3, "seed": 7, "max_tokens": 5, "return_token_ids": True}
         reply = await post(client, CHAT, body)
         assert [call.seed for call in service.calls] == [7, 8, 9]
+        assert len({id(call.prompt) for call in service.calls}) == 1, "so it is hashed once"
         assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
         assert reply["usage"]["completion_tokens"] == 15
         assert reply["usage"]["prompt_tokens"] == len(prompt_ids(HELLO))
