@@ -7,11 +7,14 @@ from dataclasses import asdict
 from typing import Any
 
 from cache.audit import AuditReport, Finding
+from controllers.session_keys import id_in, tenant_in
 from serving.watch.engine_figures import pages_by_account
+from serving.wire.tree_ids import BEHIND_TREE, tree_and_request
 
 
 def replica_audit(replica_id: str, report: AuditReport) -> dict[str, Any]:
-    """One replica's audit. Pages are counted by account in each pool; a finding is one page with its accounts."""
+    """One replica's audit. Pages are counted by account in each pool; a finding is one page with its accounts. It
+    names a session by its key."""
     pools = {name: {"total": pages.total, **pages_by_account(pages)} for name, pages in report.pools.items()}
     return {
         "replica_id": replica_id,
@@ -20,7 +23,7 @@ def replica_audit(replica_id: str, report: AuditReport) -> dict[str, Any]:
         "host": asdict(report.host),
         "disk": asdict(report.disk),
         "findings": [_finding(finding) for finding in report.findings],
-        "mismatches": list(report.mismatches),
+        "mismatches": _readable(report.mismatches),
         "error": None,
     }
 
@@ -42,12 +45,31 @@ def failed_audit(replica_id: str, reason: str) -> dict[str, Any]:
 def cluster_audit(
     answers: Sequence[Mapping[str, Any]], expected: Collection[str], error: str | None = None
 ) -> dict[str, Any]:
-    """All replicas' audits. `expected` are the replicas that should have answered; `error` says why that is unknown."""
+    """All replicas' audits, with sessions as their clients know them. `expected` are the replicas that should have
+    answered; `error` says why that is unknown."""
     answered = {answer["replica_id"] for answer in answers}
     missing = [failed_audit(name, "the replica did not answer") for name in sorted(set(expected) - answered)]
-    replicas = sorted([*answers, *missing], key=lambda audit: str(audit["replica_id"]))
+    replicas = sorted([*map(_told, answers), *missing], key=lambda audit: str(audit["replica_id"]))
     clean = error is None and bool(replicas) and all(audit["clean"] for audit in replicas)
     return {"clean": clean, "error": error, "replicas": replicas}
+
+
+def _told(audit: Mapping[str, Any]) -> dict[str, Any]:
+    findings = [{**finding, "last": _told_trace(finding["last"])} for finding in audit["findings"]]
+    return {**audit, "findings": findings}
+
+
+def _told_trace(last: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if last is None:
+        return None
+    key = last["session"]
+    session, rid = (None, None) if key is None else tree_and_request(id_in(key))
+    return {**last, "session": session, "rid": rid, "tenant": "" if key is None else tenant_in(key)}
+
+
+def _readable(texts: Sequence[str]) -> list[str]:
+    """Sentences of the books, which know only keys: a tenant and an id, with a space between them."""
+    return [text.replace(BEHIND_TREE, ", rid ") for text in texts]
 
 
 def _finding(finding: Finding) -> dict[str, Any]:
@@ -56,7 +78,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "kind": finding.kind,
         "pool": finding.pool,
         "page": finding.page,
-        "accounts": list(finding.accounts),
+        "accounts": _readable(finding.accounts),
         "last": None
         if last is None
         else {

@@ -93,6 +93,10 @@ def _last(trace: Mapping[str, Any] | None) -> str:
     if trace is None:
         return "never used"
     owner = "no session" if trace["session"] is None else f"session {trace['session']}"
+    if trace["rid"] is not None:
+        owner += f", rid {trace['rid']}"
+    if trace["tenant"]:
+        owner += f" of {trace['tenant']}"
     if trace["request"] is not None:
         owner += f", request {trace['request']}"
     return f"last {trace['operation']} by {owner} {trace['age_s']:.1f} s ago"

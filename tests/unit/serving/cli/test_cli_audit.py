@@ -77,7 +77,14 @@ def test_the_table_fits_into_80_columns():
 
 
 def test_every_finding_is_named_with_its_last_owner():
-    last = {"operation": "allocated", "session": "anna-1", "request": "chat-7#3", "age_s": 12.34}
+    last = {
+        "operation": "allocated",
+        "session": "anna-1",
+        "rid": None,
+        "tenant": "",
+        "request": "chat-7#3",
+        "age_s": 12.34,
+    }
     leaked = {"kind": "leaked", "pool": "full", "page": 7, "accounts": [], "last": last}
     twice = {
         "kind": "doubly accounted",
@@ -87,8 +94,9 @@ def test_every_finding_is_named_with_its_last_owner():
         "last": None,
     }
     nobody = {**leaked, "page": 9, "last": {**last, "session": None, "request": None}}
+    tree = {**leaked, "page": 10, "last": {**last, "rid": "node", "tenant": "acme"}}
     wrong = replica(
-        "r1", clean=False, findings=[leaked, twice, nobody], mismatches=["cached: 3 counted, 4 found"]
+        "r1", clean=False, findings=[leaked, twice, nobody, tree], mismatches=["cached: 3 counted, 4 found"]
     )
     result, _ = audit(wrong, replica("r2"))
     assert result.exit_code == 1
@@ -96,6 +104,8 @@ def test_every_finding_is_named_with_its_last_owner():
     owner = "last allocated by session anna-1, request chat-7#3 12.3 s ago"
     assert f"r1: page 7 of pool full is leaked; {owner}" in said
     assert "r1: page 8 of pool window is doubly accounted in free and in session a; never used" in said
+    owner = "last allocated by session anna-1, rid node of acme, request chat-7#3 12.3 s ago"
+    assert f"r1: page 10 of pool full is leaked; {owner}" in said
     assert "r1: page 9 of pool full is leaked; last allocated by no session 12.3 s ago" in said
     assert "r1: cached: 3 counted, 4 found" in said
     assert said[-1] == "not clean"

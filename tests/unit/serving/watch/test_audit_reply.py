@@ -12,10 +12,12 @@ from cache.audit import AuditReport, Finding, PageAccounts, TierAccounts
 from cache.journal import Holder, PageTrace
 from controllers.errors import ControllerError, StoreError
 from controllers.records import ReplicaStatus
+from controllers.session_keys import session_key
 from serving.front.cluster_client import ClusterClient
 from serving.front.replica_gone import ReplicaGone
 from serving.watch.audit_reply import cluster_audit, failed_audit, replica_audit
 from serving.wire.calls import AnyCall, Audit
+from serving.wire.tree_ids import node_id
 
 HOST = TierAccounts(budget_bytes=10, used_bytes=4, sessions=1)
 DISK = TierAccounts(budget_bytes=100, used_bytes=50, sessions=2)
@@ -69,6 +71,27 @@ def test_whoever_did_not_answer_is_named() -> None:
     assert cluster_audit([clean("b"), clean("a")], {"a"})["clean"] is True
     assert cluster_audit([clean("b"), failed_audit("a", "the engine is dead")], {"a"})["clean"] is False
     assert cluster_audit([], ())["clean"] is False
+
+
+def test_sessions_are_told_as_their_clients_know_them() -> None:
+    """An operator was told the cluster's own names: a request of a tree had a control character in it."""
+    key = session_key("acme", node_id("tree", "node"))
+    traces = [PageTrace("freed", holder, 1.0) for holder in (Holder(key, "r"), Holder("anna"), Holder())]
+    findings = [
+        Finding("doubly accounted", "full", 7, (f"session ({Holder(key)})",), each) for each in traces
+    ]
+    findings.append(Finding("leaked", "full", 8, (), None))
+    books = AuditReport({"full": PAGES}, HOST, DISK, tuple(findings), (f"bytes of session {key}",))
+    (audit,) = cluster_audit([replica_audit("a", books)], {"a"})["replicas"]
+    lasts = [each["last"] for each in audit["findings"]]
+    assert lasts[-1] is None
+    assert [(each["session"], each["rid"], each["tenant"], each["request"]) for each in lasts[:-1]] == [
+        ("tree", "node", "acme", "r"),
+        ("anna", None, "", None),
+        (None, None, "", None),
+    ]
+    assert audit["findings"][0]["accounts"] == ["session (session acme tree, rid node)"]
+    assert audit["mismatches"] == ["bytes of session acme tree, rid node"]
 
 
 class Replicas:
