@@ -10,29 +10,37 @@ from typing import Any
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 GENERATE = "/generate"
+RESPONSES = "/v1/responses"
+CONVERSATIONS = "/v1/conversations"
 HELLO = {"role": "user", "content": "hi"}
 MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class HostileBody:
-    """A body to send: `content` goes to `path` as JSON, valid or not."""
+    """A body to send: `content` goes to `path` as JSON, valid or not. With `num_before`, `path` goes on from that of a
+    conversation that has had so many such bodies."""
 
     name: str
     path: str
     content: bytes
     headers: tuple[tuple[str, str], ...] = ()
+    num_before: int = 0
 
 
 def hostile_bodies(context_len: int, size_bytes: int) -> Iterator[HostileBody]:
     """Bodies for a model with `context_len` tokens of context and a server that takes `size_bytes` of body."""
     yield from _not_ours(size_bytes)
     yield from _messages(size_bytes)
+    yield from _pieces(size_bytes)
+    yield from _calls(size_bytes)
     yield from _fields_of_chat()
+    yield from _choices(size_bytes)
     yield from _prompts(context_len, size_bytes)
     yield from _answers(context_len)
     yield from _scored(context_len)
     yield from _grammars()
+    yield _long_conversation()
 
 
 def _chat(name: str, headers: dict[str, str] | None = None, **fields: Any) -> HostileBody:
@@ -80,6 +88,33 @@ def _messages(size_bytes: int) -> Iterator[HostileBody]:
     yield _chat("a message of escapes", messages=[{"role": "user", "content": "\u0001" * 600_000}])
 
 
+def _pieces(size_bytes: int) -> Iterator[HostileBody]:
+    """Texts in thousands of pieces, which the chat template gets as one."""
+    text = "x" * (size_bytes // (24 * 1_024) - 48)
+    said = {"role": "user", "content": [{"type": "text", "text": text}] * 1_024}
+    body: dict[str, Any] = {"max_tokens": 1, "messages": [said] * 24}
+    yield HostileBody("24 messages of 1,024 blocks of text", "/v1/messages", json.dumps(body).encode())
+    called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    part = {"type": "output_text", "text": "x" * (size_bytes // 10_000 - 128)}
+    message = {"type": "message", "role": "assistant", "content": [part]}
+    body = {"max_output_tokens": 16, "input": [called, *[message] * 10_000]}
+    yield HostileBody("10,000 texts behind a call", RESPONSES, json.dumps(body).encode())
+
+
+def _calls(size_bytes: int) -> Iterator[HostileBody]:
+    """Calls of functions in the history, whose arguments are JSON in a text."""
+
+    def called(name: str, arguments: str) -> HostileBody:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return _chat(name, messages=[HELLO, said, {"role": "tool", "tool_call_id": "c", "content": "x"}])
+
+    yield called("32,000 lists in the arguments of a call", json.dumps({"a": [[]] * 32_000}))
+    yield called("99,000 numbers in the arguments of a call", json.dumps({"a": [0] * 99_000}))
+    many = (size_bytes - 400) // 3
+    yield called("lists in the arguments of a call up to the size limit", '{"a":[' + "[]," * many + "[]]}")
+
+
 def _fields_of_chat() -> Iterator[HostileBody]:
     yield _chat("a chat_template_kwargs of 64 KB", chat_template_kwargs={"a": "b" * 65_000})
     yield _chat("a chat_template_kwargs of 10,000 values", chat_template_kwargs={"a": [0] * 20_000})
@@ -117,9 +152,18 @@ def _fields_of_chat() -> Iterator[HostileBody]:
     yield _chat("metadata of 40,000 keys", metadata={f"k{n}": "v" for n in range(40_000)})
     yield _chat("a user of 1 MB", user="u" * MIB)
     yield _chat("a model of 1 MB", model="m" * MIB)
+    yield _chat("a session's id of 8 KB", headers={"x-session-id": "s" * 8_000})
+
+
+def _choices(size_bytes: int) -> Iterator[HostileBody]:
     yield _chat("128 choices", n=128)
     yield _chat("128 choices of 20 log-probabilities", n=128, logprobs=True, top_logprobs=20, max_tokens=16)
-    yield _chat("a session's id of 8 KB", headers={"x-session-id": "s" * 8_000})
+    words = [f"{n:0>256}" for n in range(1_024)]
+    yield _chat("128 choices without 64 words of 256 letters", n=128, bad_words=words[:64])
+    yield _chat("128 choices without 1,024 words of 256 letters", n=128, bad_words=words)
+    described = {"description": "a " * (size_bytes // 256 - 100), "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": {"name": f"f{n}", **described}} for n in range(128)]
+    yield _chat("128 choices with tools up to the size limit", n=128, tools=tools)
 
 
 def _prompts(context_len: int, size_bytes: int) -> Iterator[HostileBody]:
@@ -237,3 +281,9 @@ def _grammars() -> Iterator[HostileBody]:
     text = json.dumps({"enum": list(range(90_000))})
     params = {"max_new_tokens": 1, "json_schema": text}
     yield _completion("a schema of 0.5 MB as text", GENERATE, text="a", sampling_params=params)
+
+
+def _long_conversation() -> HostileBody:
+    """One more item for a conversation that is read first."""
+    content = json.dumps({"items": [HELLO]}).encode()
+    return HostileBody("an item for a conversation of 2,000 items", "/items", content, num_before=2_000)

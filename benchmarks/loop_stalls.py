@@ -16,12 +16,12 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
-from hostile_bodies import HostileBody, hostile_bodies
+from hostile_bodies import CONVERSATIONS, HostileBody, hostile_bodies
 from loop_probe import LoopProbe, Stall
 from measure import machine
 from rich.console import Console
@@ -34,6 +34,7 @@ TIMEOUT_S = 120.0
 SHOWN = 10
 ORDINARY = "an ordinary turn"
 NOTHING = "nothing for 2 s"
+JSON = {"content-type": "application/json"}
 
 
 @dataclass
@@ -102,14 +103,24 @@ async def send(client: httpx.AsyncClient, body: HostileBody, key: str) -> int | 
     """The answer's status, or the error's name. `key` is appended to an idempotency key, so that it is new."""
     headers = {name: value + key if name == "idempotency-key" else value for name, value in body.headers}
     try:
-        async with client.stream(
-            "POST", body.path, content=body.content, headers={"content-type": "application/json", **headers}
-        ) as reply:
+        async with client.stream("POST", body.path, content=body.content, headers=JSON | headers) as reply:
             async for _ in reply.aiter_raw():
                 pass
     except httpx.HTTPError as error:
         return type(error).__name__
     return reply.status_code
+
+
+async def prepared(client: httpx.AsyncClient, body: HostileBody) -> HostileBody:
+    """The body with its whole path. Makes the conversation that it is for, if it is for one."""
+    if not body.num_before:
+        return body
+    reply = await client.post(CONVERSATIONS, json={})
+    reply.raise_for_status()
+    path = f"{CONVERSATIONS}/{reply.json()['id']}{body.path}"
+    for _ in range(body.num_before):
+        (await client.post(path, content=body.content, headers=JSON)).raise_for_status()
+    return replace(body, path=path, num_before=0)
 
 
 async def fuzz(
@@ -167,7 +178,7 @@ def arguments() -> argparse.Namespace:
 async def run(args: argparse.Namespace, probe: LoopProbe) -> None:
     async with httpx.AsyncClient(base_url=args.url, timeout=TIMEOUT_S) as client:
         context_len = (await client.get("/v1/models")).json()["data"][0]["max_model_len"]
-        bodies = list(chosen(args.only, context_len))
+        bodies = [await prepared(client, body) for body in chosen(args.only, context_len)]
         ordinary = HostileBody(
             ORDINARY, "/v1/completions", b'{"prompt": [5, 6, 7], "max_tokens": 64, "ignore_eos": true}'
         )

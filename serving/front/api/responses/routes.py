@@ -143,10 +143,11 @@ async def asked_response(
     else:
         response_id = new_response_id(before.session_id)
     head = ResponseHead(response_id, adapter or model.model_id, body.repeated(model))
-    items = canonical_items(body.input[before.num_repeated :], response_id)
+    given = body.input[before.num_repeated :]
+    items = await beside_streams(partial(canonical_items, given, response_id), len(given))
     turn_after = partial(Continued.turn, head=head, items=items, body=body)
     said = [*before.items, *items]
-    turn = turn_after(before) if named is None else named
+    turn = named or await beside_streams(partial(turn_after, before), len(said))
     fields = {
         "session": turn,
         "tenant": tenant,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from serving.front.api.body_limits import MIB, PIECE_BYTES, BodyLimits
 from serving.front.api.fields import MAX_MESSAGES
 from serving.front.api.openai.chat_schema import ChatBody
 from serving.front.api.openai.completions_schema import CompletionBody
+from serving.front.api.responses import routes
+from serving.front.api.responses.store import StoredResponse
 from serving.front.api.rules import ApiRules
 from serving.front.api.sessions.schema import GenerateBody
 from serving.front.api.strict_json import SMALL_BODY_BYTES, StrictBody
@@ -194,6 +196,28 @@ async def test_a_large_body_is_checked_on_a_thread_and_means_what_a_small_one_do
     assert answers[0] == answers[1]
     assert len(threads) == 1
     assert threads[0] is not threading.main_thread()
+
+
+async def test_many_items_are_made_into_what_is_kept_on_a_thread(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten thousand of them held the event loop for 60 ms."""
+    threads = []
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any, **kwargs: Any) -> Any:
+            threads.append(threading.current_thread())
+            return function(*args, **kwargs)
+
+        return note
+
+    monkeypatch.setattr(routes, "canonical_items", noted(routes.canonical_items))
+    monkeypatch.setattr(StoredResponse, "note", noted(StoredResponse.note))
+    items = [{"role": "user", "content": "a"}] * 300
+    reply = await client.post("/v1/responses", json={"input": items, "max_output_tokens": 16})
+    assert reply.status_code == 400, "they fill the context"
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads
 
 
 MANY_LISTS = json.dumps({"a": [[]] * 20_000})
