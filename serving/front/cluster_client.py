@@ -51,7 +51,7 @@ from serving.wire.calls import (
     RewindSession,
     Tokenize,
 )
-from serving.wire.controller_calls import ControllerCalls
+from serving.wire.controller_calls import ControllerCalls, Told
 from serving.wire.errors import STALE_EPOCH, error_info, told_to_clients, unavailable
 from serving.wire.transcripts import transcript_of
 from serving.wire.tree_ids import told_session
@@ -321,16 +321,17 @@ class ClusterClient:
         raise ServiceError(unavailable("no replica answers"))
 
     async def _gather_metrics(self) -> str:
-        replicas, ingresses, measures = await asyncio.gather(
+        replicas, ingresses, told = await asyncio.gather(
             self._replicas.broadcast(MetricsText(), FIGURES_TIMEOUT_S),
             self._siblings.ask("metrics_text"),
-            self._controller_measures(),
+            self._controller_figures(),
         )
         return cluster_page(
             self._metrics,
             replicas,
             ingresses,
-            measures,
+            told.joined,
+            controller_up=not told.missing,
             present=len(await self._replicas.present()),
             expected=self._replicas_expected,
         )
@@ -352,13 +353,12 @@ class ClusterClient:
             else:
                 return answer
 
-    async def _controller_measures(self) -> list[Measure] | None:
-        """The controller's measures; None if it does not answer."""
+    async def _controller_figures(self) -> Told[list[Measure]]:
+        """The measures of all shards that answer. If none does, that of the only one is missing."""
         try:
-            async with asyncio.timeout(FIGURES_TIMEOUT_S):
-                return await self._controller.measures()
-        except (ControllerError, TimeoutError):
-            return None
+            return await self._controller.figures(FIGURES_TIMEOUT_S)
+        except ControllerError:
+            return Told([], missing=(0,))
 
     async def _close(self, key: str, opened: str | None) -> None:
         """Closes the session that was opened with this key (None: not known) at its owner: then nothing of it is left

@@ -54,15 +54,18 @@ class ClusterSource:
         return answer
 
     async def _view(self, cursor: str | None, limit: int) -> tuple[ClusterView, str | None]:
-        """The controller's view. While it does not answer: its last view, without events, and what is wrong."""
+        """The controller's view, and what is missing in it. While it does not answer: its last view, without events."""
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                view = await self._controller.view(cursor, limit)
-        except (ControllerError, TimeoutError):
+            told = await self._controller.look(cursor, limit, PATIENCE_S)
+        except ControllerError:
             last = self._last
             return ClusterView(last.sessions, last.recent, last.states), "the controller does not answer"
-        self._last = view
-        return view, None
+        self._last = told.joined
+        names = ", ".join(map(str, told.missing))
+        trouble = (
+            f"without the sessions of controller shard {names}, which does not answer" if names else None
+        )
+        return told.joined, trouble
 
     async def _places(self, view: ClusterView, answering: set[str]) -> dict[str, Mapping[str, KVPlace]]:
         """Where sessions' KV is, by replica. Leaves out replicas that do not answer, or do not know the call yet."""

@@ -317,7 +317,7 @@ DISPATCH = (
         "replicas",
         "Replicas that should be on this page and did not answer.",
     ),
-    gauge(PAGE, "controller_up", "bool", "1 if the controller answered this scrape, else 0."),
+    gauge(PAGE, "controller_up", "bool", "1 if all shards of the controller answered this scrape, else 0."),
 )
 LEDGER = (
     gauge(

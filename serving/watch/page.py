@@ -19,18 +19,20 @@ def cluster_page(
     own: IngressMetrics,
     replicas: Sequence[str],
     ingresses: Iterable[tuple[str, str]],
-    measures: Iterable[Measure] | None,
+    measures: Iterable[Measure],
     *,
+    controller_up: bool,
     present: int,
     expected: int,
 ) -> str:
     """The page of the front end with metrics `own`. It has the texts of the `replicas` that answered (`present` are
-    running), the texts of other front ends by id, and the controller's `measures` (None if it did not answer)."""
+    running), the texts of other front ends by id, and the controller's `measures`. `controller_up`: all of its shards
+    answered."""
     figures = [
         Figure("kedge_replicas_expected", expected),
         Figure("kedge_scrape_missing_replicas", max(0, present - len(replicas))),
-        Figure("kedge_controller_up", measures is not None),
-        *controller_figures(measures or ()),
+        Figure("kedge_controller_up", controller_up),
+        *controller_figures(measures),
     ]
     # A front end always shows at least its own figures.
     by_ingress = dict(ingresses) | {own.ingress_id: own.render()}

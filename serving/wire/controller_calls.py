@@ -10,7 +10,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -55,6 +56,14 @@ STRAGGLER_S = 0.5
 """How long the others of a question to all shards are waited for once the first has answered, if one answer will do."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Told(Generic[T]):
+    """What shards have told, joined. `missing` are the numbers of those that did not answer."""
+
+    joined: T
+    missing: tuple[int, ...] = ()
 
 
 class ControllerCalls:
@@ -188,12 +197,21 @@ class ControllerCalls:
         """The replicas that any shard knows that answers soon: all hear of the same ones."""
         return joined_replicas(await self._soon(lambda shard: shard.replicas(all_heard)))
 
-    async def measures(self) -> list[Measure]:
-        return joined_measures(await self._all(lambda shard: shard.measures()))
+    async def figures(self, patience_s: float) -> Told[list[Measure]]:
+        """The measures of the shards that answer within `patience_s`."""
+        told, missing = await self._within(patience_s, lambda shard: shard.measures())
+        return Told(joined_measures([each or () for each in told]), missing)
 
-    async def view(self, after: str | None = None, limit: int = 100) -> ClusterView:
+    async def look(self, after: str | None, limit: int, patience_s: float) -> Told[ClusterView]:
+        """The view of the shards that answer within `patience_s`. What happens at the others is told once they answer
+        again."""
         cursors = dict(zip(self.shards, cursors_of(after, len(self.shards)), strict=True))
-        return joined_view(await self._all(lambda shard: shard.view(cursors[shard], limit)), limit)
+        told, missing = await self._within(patience_s, lambda shard: shard.view(cursors[shard], limit))
+        views = [
+            view or ClusterView(0, cursor=cursor or "")
+            for view, cursor in zip(told, cursors.values(), strict=True)
+        ]
+        return Told(joined_view(views, limit), missing)
 
     def _of(self, key: str) -> ShardCalls:
         return self.shards[self.shard_of(key)]
@@ -225,6 +243,26 @@ class ControllerCalls:
         told = [each for each in asked if each.done() and not each.cancelled() and each.exception() is None]
         return [each.result() for each in told or asked[:1]]
 
+    async def _within(
+        self, patience_s: float, ask: Callable[[ShardCalls], Coroutine[Any, Any, T]]
+    ) -> tuple[list[T | None], tuple[int, ...]]:
+        """The answers of all shards, and the numbers of those that do not answer within `patience_s`, which have None.
+        Raises an error if none answers."""
+        asked = [asyncio.create_task(_or_error(ask(shard))) for shard in self.shards]
+        try:
+            await asyncio.wait(asked, timeout=patience_s)
+        finally:
+            for each in asked:
+                each.cancel()  # of those that are done this changes nothing
+        silent = NoAnswer(f"the cluster controller did not answer in {patience_s} s")
+        told = [each.result() if each.done() else silent for each in asked]
+        missing = tuple(shard for shard, each in enumerate(told) if isinstance(each, ControllerError))
+        if len(missing) == len(told):
+            _raise_first(told)
+        for shard in missing:
+            logger.warning("shard %d of the cluster controller is left out: %s", shard, told[shard])
+        return [None if isinstance(each, ControllerError) else each for each in told], missing
+
     async def _all(self, ask: Callable[[ShardCalls], Awaitable[T]]) -> list[T]:
         """The answers of all shards. Raises the first error once all have answered."""
         answers = await asyncio.gather(*map(ask, self.shards), return_exceptions=True)
@@ -242,6 +280,13 @@ async def once_up(ask: Callable[[], Awaitable[T]]) -> T:
             except StoreError as error:  # NoAnswer is one
                 logger.warning("still waiting for the cluster controller: %s", error)
                 await asyncio.sleep(START_PAUSE_S)
+
+
+async def _or_error(asked: Awaitable[T]) -> T | ControllerError:
+    try:
+        return await asked
+    except ControllerError as error:
+        return error
 
 
 def _raise_first(answers: Sequence[object]) -> None:

@@ -19,7 +19,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from cache.audit import PageAccounts
 from controllers.cluster import Cluster
 from controllers.errors import StoreError
-from controllers.joined_answers import joined_measures
 from controllers.records import TurnRecord
 from controllers.served_model import ServedModel
 from controllers.settings import ClusterSettings
@@ -35,6 +34,7 @@ from serving.replica.parts import ReplicaParts
 from serving.replica.place import ReplicaPlace
 from serving.settings.config import AppArgs, MetricsArgs, parse_args
 from serving.text.text import TextProcessor
+from serving.wire.controller_calls import ControllerCalls
 from serving.wire.turns import ModelInfo, SamplingDefaults, SessionTurn, TokenPrompt, TurnCall, TurnEvent
 from tests.unit.engine.driver import ADAPTERS
 from tests.unit.engine.null_runner import EOS_TOKEN_ID, NullRunner
@@ -96,6 +96,16 @@ class LocalController:
     def close(self) -> None:
         pass
 
+    async def figures(self, patience_s: float) -> Any:
+        return await self._calls().figures(patience_s)
+
+    async def look(self, after: str | None, limit: int, patience_s: float) -> Any:
+        return await self._calls().look(after, limit, patience_s)
+
+    def _calls(self) -> ControllerCalls:
+        only_shard: Any = self
+        return ControllerCalls([only_shard])
+
     def __getattr__(self, name: str) -> Any:
         method = self._method(name)
 
@@ -121,7 +131,7 @@ class LocalController:
             "notes": self.cluster.notes.page,
             "forget_note": self.cluster.notes.forget,
             "view": self.cluster.watch.view,
-            "measures": lambda: joined_measures([self.cluster.measures()]),
+            "measures": self.cluster.measures,
         }
         return parts.get(name) or getattr(self.cluster, name)
 

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from controllers.errors import NoAnswer
 from controllers.records import ClusterEvent, ClusterView
 from controllers.session_keys import session_key
 from serving.background import BackgroundTasks
@@ -19,12 +20,14 @@ from serving.front import cluster_watch
 from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from serving.front.cluster_watch import MOST_TOLD_FIRST, MOST_UNREAD, SharedWatch, Watcher
 from serving.front.http import create_http_app
+from serving.front.watch_source import ClusterSource
 from serving.watch.audit_reply import failed_audit
 from serving.watch.cluster_state import Look, audit_findings, told_event
+from serving.wire.controller_calls import ControllerCalls
 from serving.wire.tree_ids import node_id
 from serving.wire.turns import ServiceError
 from tests.unit.serving.local_service import MODEL, LocalService, http_server, local_service
-from tests.unit.serving.replica_rig import REPLICA_ID, WAIT_S
+from tests.unit.serving.replica_rig import REPLICA_ID, WAIT_S, local_controller
 
 WATCH = "/v1/kedge/watch"
 RING = KeyRing({API_KEYS: "key-a=acme", OPERATOR_KEYS: "key-o"})
@@ -368,3 +371,25 @@ async def test_all_places_taken_is_a_refusal_with_a_status(
             await stack.enter_async_context(service.watch(1.0, 10))
         status, ((_, body),) = await told_over_http(client, count=1)
     assert (status, body["error"]["code"]) == (503, "too_many_watchers")
+
+
+async def test_a_shard_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "second").mkdir()
+    async with local_service(tmp_path) as service:
+        first, second = service.rig.controller, local_controller(tmp_path / "second")
+        shards: Any = (first, second)
+        service._controller = ControllerCalls(shards)
+        source = ClusterSource(
+            service.replicas, service._controller, lambda entry, _: {"key": entry.session_id}
+        )
+        first.cluster.open_session("s", "", None, None)
+        assert (await source.look(None, 9)).trouble is None
+        assert 'kedge_controller_up{cluster="kedge",model="null-model"} 1.0' in await service.metrics_text()
+        second.failures = {"view": [NoAnswer("away")], "measures": [NoAnswer("away")]}
+        look = await source.look(None, 9)
+        assert look.trouble == "without the sessions of controller shard 1, which does not answer"
+        assert list(look.rows) == [{"key": "s"}]
+        page = await service.metrics_text()
+        assert 'kedge_controller_up{cluster="kedge",model="null-model"} 0.0' in page
+        assert 'kedge_controller_sessions_unowned{cluster="kedge",model="null-model",shard="0"}' in page
+        assert 'shard="1"' not in page

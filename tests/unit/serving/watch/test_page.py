@@ -52,7 +52,7 @@ def test_nothing_to_merge() -> None:
 def test_what_the_page_says_of_itself() -> None:
     metrics = IngressMetrics("front", LABELS)
     others = [("front", "not this"), ("behind", IngressMetrics("behind", LABELS).render())]
-    page = cluster_page(metrics, ["", ""], others, None, present=3, expected=4)
+    page = cluster_page(metrics, ["", ""], others, (), controller_up=False, present=3, expected=4)
     found = samples(page)
     assert found["kedge_replicas_expected", EVERYWHERE] == 4
     assert found["kedge_scrape_missing_replicas", EVERYWHERE] == 1
@@ -61,7 +61,9 @@ def test_what_the_page_says_of_itself() -> None:
     for name in ("front", "behind"):
         assert found["kedge_takeovers_total", (EVERYWHERE[0], ("ingress", name), EVERYWHERE[1])] == 0
     assert (
-        samples(cluster_page(metrics, [], (), [], present=0, expected=1))["kedge_controller_up", EVERYWHERE]
+        samples(cluster_page(metrics, [], (), (), controller_up=True, present=0, expected=1))[
+            "kedge_controller_up", EVERYWHERE
+        ]
         == 1
     )
 

@@ -27,7 +27,7 @@ from controllers.settings import ClusterSettings
 from controllers.tokens import encode_tokens
 from serving.wire import controller_calls
 from serving.wire.controller_calls import ControllerCalls
-from tests.unit.serving.replica_rig import LocalController, local_controller
+from tests.unit.serving.replica_rig import WAIT_S, LocalController, local_controller
 
 SHARDS = 3
 TOKENS = encode_tokens([1, 2, 3, 4])
@@ -68,8 +68,9 @@ async def shards(tmp_path: Path) -> Shards:
 
 async def figures(shards: Shards, name: str) -> list[float]:
     """The values of all series of a measure, in the order of their labels."""
-    told = [each for each in await shards.calls.measures() if each.name == name]
-    return [each.value for each in sorted(told, key=lambda each: each.labels)]
+    told = await shards.calls.figures(WAIT_S)
+    found = [each for each in told.joined if each.name == name]
+    return [each.value for each in sorted(found, key=lambda each: each.labels)]
 
 
 async def test_each_session_is_at_the_shard_of_its_key(shards: Shards) -> None:
@@ -155,7 +156,8 @@ async def test_replicas_are_told_to_all_shards_and_counted_once(shards: Shards) 
     assert sum(status.sessions for status in statuses) == 12
     assert await figures(shards, "controller_replicas_live") == [2.0] * SHARDS
     assert sum(await figures(shards, "controller_sessions_opened")) == 12.0
-    assert max(Counter((each.name, each.labels) for each in await shards.calls.measures()).values()) == 1
+    told = (await shards.calls.figures(WAIT_S)).joined
+    assert max(Counter((each.name, each.labels) for each in told).values()) == 1
     await shards.calls.drain_replica("a")
     assert [status.draining for status in await shards.calls.replicas()] == [True, False]
     states = [controller.cluster.watch.view(None, 0).states["a"] for controller in shards.each]
@@ -195,9 +197,6 @@ async def test_who_is_there_is_known_while_a_shard_does_not_answer(shards: Shard
         controller.failures["replicas"] = [away]
     with pytest.raises(NoAnswer):
         await shards.calls.replicas()
-    shards.each[1].failures["measures"] = [away]
-    with pytest.raises(NoAnswer):  # figures of some of the sessions would be wrong
-        await shards.calls.measures()
 
 
 async def test_a_shard_that_hangs_does_not_hide_who_is_there(
@@ -212,16 +211,61 @@ async def test_a_shard_that_hangs_does_not_hide_who_is_there(
     assert shards.each[0].waiting == 0
 
 
+@pytest.mark.parametrize("hangs", [True, False])
+async def test_figures_are_told_without_a_shard_that_does_not_answer(shards: Shards, hangs: bool) -> None:
+    """One shard of three kept all figures away."""
+    for shard in range(SHARDS):
+        await shards.calls.open_session(shards.name_of(shard))
+    patience_s = WAIT_S
+    if hangs:
+        shards.each[1].gate.clear()
+        patience_s = 0.05
+    else:
+        shards.each[1].failures["measures"] = [NoAnswer("no answer")]
+    told = await shards.calls.figures(patience_s)
+    assert told.missing == (1,)
+    assert {dict(each.labels)["shard"] for each in told.joined} == {"0", "2"}
+    assert (await shards.calls.figures(patience_s)).missing == ((1,) if hangs else ())
+
+
+async def test_a_view_is_told_without_a_shard_that_does_not_answer(shards: Shards) -> None:
+    """The console showed nothing new. What happened there meanwhile is told later, and nothing twice."""
+    first = await shards.calls.look(None, 10, WAIT_S)
+    names = [shards.name_of(shard) for shard in range(SHARDS)]
+    for name in names:
+        await shards.calls.open_session(name)
+    shards.each[0].failures["view"] = [NoAnswer("no answer")]
+    told = await shards.calls.look(first.joined.cursor, 10, WAIT_S)
+    assert (told.missing, told.joined.sessions) == ((0,), 2)
+    assert {entry.session_id for entry in told.joined.recent} == set(names[1:])
+    assert [event.session_id for event in told.joined.events] == names[1:]
+    assert told.joined.states == first.joined.states
+    again = await shards.calls.look(told.joined.cursor, 10, WAIT_S)
+    assert (again.missing, again.joined.sessions) == ((), 3)
+    assert [event.session_id for event in again.joined.events] == names[:1]
+    for controller in shards.each:
+        controller.failures["view"] = [NoAnswer("no answer")]
+    with pytest.raises(NoAnswer):
+        await shards.calls.look(None, 10, WAIT_S)
+
+
+async def test_a_list_of_sessions_is_not_told_without_a_shard(shards: Shards) -> None:
+    """Nothing in it could say that sessions are missing."""
+    shards.each[1].failures["sessions"] = [NoAnswer("no answer")]
+    with pytest.raises(NoAnswer):
+        await shards.calls.sessions()
+
+
 async def test_a_view_has_the_events_of_all_shards_once(shards: Shards) -> None:
-    first = await shards.calls.view(None, 10)
+    first = (await shards.calls.look(None, 10, WAIT_S)).joined
     assert [event.kind for event in first.events] == ["replica_up", "replica_up"]
     for number in range(9):
         await shards.calls.open_session(f"s{number}")
-    view = await shards.calls.view(first.cursor, 5)
+    view = (await shards.calls.look(first.cursor, 5, WAIT_S)).joined
     assert [event.kind for event in view.events] == ["opened"] * 9
     assert (view.sessions, len(view.recent)) == (9, 5)
-    assert not (await shards.calls.view(view.cursor, 5)).events
-    assert len((await shards.calls.view("another/3", 5)).events) == 11
+    assert not (await shards.calls.look(view.cursor, 5, WAIT_S)).joined.events
+    assert len((await shards.calls.look("another/3", 5, WAIT_S)).joined.events) == 11
 
 
 async def test_each_shard_hears_of_its_own_sessions(shards: Shards) -> None:
@@ -234,7 +278,7 @@ async def test_each_shard_hears_of_its_own_sessions(shards: Shards) -> None:
         reply = await shards.calls.shards[shard].heartbeat(ReplicaStatus(owner, 1000, 1000, held=1), report)
         assert (reply.known, reply.stale_sessions) == (True, ())
     assert all(entry.reported_s is not None for entry in await shards.calls.sessions())
-    orphans = [each for each in await shards.calls.measures() if "orphaned" in each.name]
+    orphans = [each for each in (await shards.calls.figures(WAIT_S)).joined if "orphaned" in each.name]
     assert not any(each.value for each in orphans)
 
 
