@@ -169,9 +169,14 @@ def _parsed(body: bytes) -> Any:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise HTTPException(400, f"The body is not valid JSON: {error}") from error
-    if _MANY_DIGITS in body.translate(_ALL_ZEROS):
+    if may_have_large_integer(body):
         _check_integers(value)
     return value
+
+
+def may_have_large_integer(text: bytes) -> bool:
+    """Whether a JSON text may have an integer of more than 64 bits: without, its values need not be looked at."""
+    return _MANY_DIGITS in text.translate(_ALL_ZEROS)
 
 
 def _check_integers(body: Any) -> None:
