@@ -3,16 +3,16 @@ between nodes."""
 
 from __future__ import annotations
 
-import asyncio
 import uuid
+from contextlib import suppress
 from typing import Protocol
 
 import zmq
-import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from controllers.records import SocketAddress
 from serving.wire.link_keys import CurveKeys
+from serving.wire.loop_socket import LoopSocket
 
 RECONNECT_MS = 20
 LONGEST_RECONNECT_MS = 500
@@ -45,7 +45,7 @@ class ConnectionFactory:
     def __init__(self, node_id: str, keys: CurveKeys) -> None:
         self._node_id = node_id
         self._keys = keys
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
 
     def open(self, address: SocketAddress, events: ConnectionEvents) -> Connection:
         if address.node_id == self._node_id:
@@ -64,7 +64,7 @@ class ZmqConnection:
 
     def __init__(
         self,
-        context: zmq.asyncio.Context,
+        context: zmq.Context[zmq.Socket[bytes]],
         url: str,
         events: ConnectionEvents,
         *,
@@ -80,9 +80,8 @@ class ZmqConnection:
         self._open()
 
     def send(self, header: bytes, body: bytes) -> None:
-        sending = self._socket.send_multipart((header, body), zmq.NOBLOCK)
-        assert isinstance(sending, asyncio.Future)
-        sending.add_done_callback(_retrieve)
+        with suppress(zmq.ZMQError):  # a frame that is lost is sent again
+            self._socket.send((header, body))
 
     def renew(self) -> None:
         self.close()
@@ -91,14 +90,12 @@ class ZmqConnection:
     def close(self) -> None:
         if self._socket.closed:
             return
-        for task in self._tasks:
-            task.cancel()
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=0)
+        self._raw.disable_monitor()
+        self._monitor.close(linger_ms=0)
+        self._socket.close(linger_ms=0)
 
     def _open(self) -> None:
-        socket = self._socket = self._context.socket(zmq.DEALER)
+        socket = self._raw = self._context.socket(zmq.DEALER)
         socket.set(zmq.ROUTING_ID, b"\x01" + self._name)  # ids that begin with a zero byte are ZeroMQ's own
         socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.set(zmq.RECONNECT_IVL_MAX, LONGEST_RECONNECT_MS)
@@ -108,30 +105,18 @@ class ZmqConnection:
             socket.set(zmq.CURVE_SECRETKEY, self._keys.secret)
             socket.set(zmq.CURVE_PUBLICKEY, self._keys.public)
             socket.set(zmq.CURVE_SERVERKEY, self._server)
-        monitor = self._monitor = socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        )
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._monitor = LoopSocket(monitor, self._watch)
+        self._socket = LoopSocket(socket, self._take)
         socket.connect(self._url)
-        self._tasks = [
-            asyncio.create_task(self._read(socket)),
-            asyncio.create_task(self._watch(monitor)),
-        ]
 
-    async def _read(self, socket: zmq.asyncio.Socket) -> None:
-        while not socket.closed:  # what is told of a frame may close it
-            frames = await socket.recv_multipart()
-            if len(frames) == 2:
-                self._events.frame_came(*frames)
+    def _take(self, frames: list[bytes]) -> None:
+        if len(frames) == 2:
+            self._events.frame_came(*frames)
 
-    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        while not monitor.closed:
-            event = parse_monitor_message(await monitor.recv_multipart())["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._events.connected()
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._events.broke()
-
-
-def _retrieve(sending: asyncio.Future[None]) -> None:
-    if not sending.cancelled():
-        sending.exception()
+    def _watch(self, frames: list[bytes]) -> None:
+        event = parse_monitor_message(frames)["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._events.connected()
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._events.broke()

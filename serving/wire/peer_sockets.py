@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import os
 import tempfile
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import zmq
-import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from controllers.records import SocketAddress
 from engine.owned_folder import OwnedFolder
 from serving.wire.link_keys import CurveKeys
-
-logger = logging.getLogger(__name__)
+from serving.wire.loop_socket import LoopSocket
 
 LINGER_MS = 1000
 """How long `close` waits for the last answers to be sent."""
@@ -32,6 +30,8 @@ Peer = tuple[int, bytes]
 
 TakeFrame = Callable[[Peer, bytes, bytes], None]
 """Takes a frame (header and body) that a peer has sent."""
+
+Context = zmq.Context[zmq.Socket[bytes]]
 
 A = TypeVar("A", bound=SocketAddress)
 
@@ -55,14 +55,11 @@ class PeerSockets(Generic[A]):
         self._node_id = node_id
         self._known = known
         self._make_address = make_address
-        self._context: zmq.asyncio.Context | None = (
-            None  # one for each try: an address within it is free only later
-        )
+        self._context: Context | None = None  # one for each try: an address within it is free only later
         self._keys = CurveKeys.new()
         self._folder: OwnedFolder | None = None
         self._authenticator: AsyncioAuthenticator | None = None
-        self._sockets: list[zmq.asyncio.Socket] = []
-        self._readers: list[asyncio.Task[None]] = []
+        self._sockets: list[LoopSocket] = []
 
     def open(self, frame_came: TakeFrame) -> A:
         """Begins to listen. Raises zmq.ZMQError and OSError. Then nothing stays open, and it may be tried again."""
@@ -73,19 +70,15 @@ class PeerSockets(Generic[A]):
             raise
 
     def _listen(self, frame_came: TakeFrame) -> A:
-        context = self._context = zmq.asyncio.Context()
+        context = self._context = zmq.Context()
         self._folder = own_folder(Path(tempfile.gettempdir()))
         path = self._folder.file("calls")
-        local = self._router(context)
+        local = self._router(context, frame_came)
         local.bind(f"ipc://{path}")
         os.chmod(path, 0o600)
-        remote = self._router(context)
+        remote = self._router(context, frame_came)
         self._authenticate(context, remote)
         port = remote.bind_to_random_port(f"tcp://{self._host}")
-        self._readers = [
-            asyncio.create_task(self._read(index, socket, frame_came))
-            for index, socket in enumerate(self._sockets)
-        ]
         return self._make_address(
             self._node_id, str(path), f"tcp://{self._host}:{port}", self._keys.public.decode()
         )
@@ -95,26 +88,19 @@ class PeerSockets(Generic[A]):
         index, name = peer
         if not self._sockets:  # closed
             return False
-        sending = self._sockets[index].send_multipart((name, header, body), zmq.NOBLOCK)
-        assert isinstance(sending, asyncio.Future)
-        if not sending.done():  # a socket's queue has no limit: the links have one
-            sending.add_done_callback(_look_at)
-            return True
-        error = sending.exception()
-        if isinstance(error, zmq.ZMQError) and error.errno == errno.EHOSTUNREACH:
-            return False
-        if error is not None:
-            raise error
+        try:
+            self._sockets[index].send((name, header, body))
+        except zmq.ZMQError as error:
+            if error.errno == errno.EHOSTUNREACH:
+                return False
+            raise
         return True
 
     async def close(self) -> None:
-        for reader in self._readers:
-            reader.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
         if self._context is not None:
             await asyncio.to_thread(self._discard(LINGER_MS).term)
 
-    def _discard(self, linger_ms: int) -> zmq.asyncio.Context:
+    def _discard(self, linger_ms: int) -> Context:
         """Closes all sockets. Returns their context, which is to be terminated."""
         assert self._context is not None
         for socket in self._sockets:
@@ -129,32 +115,22 @@ class PeerSockets(Generic[A]):
         context, self._context = self._context, None
         return context
 
-    def _router(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
+    def _router(self, context: Context, frame_came: TakeFrame) -> zmq.Socket[bytes]:
         socket = context.socket(zmq.ROUTER)
         socket.set(zmq.ROUTER_HANDOVER, 1)  # a peer that connects again keeps its name
         socket.set(zmq.ROUTER_MANDATORY, 1)
-        socket.set_hwm(0)
+        socket.set_hwm(0)  # a socket's queue has no limit: the links have one
         socket.set(zmq.TCP_KEEPALIVE, 1)  # else a peer whose machine is lost keeps its connection for ever
-        self._sockets.append(socket)
+        self._sockets.append(LoopSocket(socket, partial(_take, len(self._sockets), frame_came)))
         return socket
 
-    def _authenticate(self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket) -> None:
+    def _authenticate(self, context: Context, socket: zmq.Socket[bytes]) -> None:
         self._authenticator = AsyncioAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(credentials_provider=KnownKeys(self._known))
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self._keys.secret)
         socket.set(zmq.CURVE_PUBLICKEY, self._keys.public)
-
-    async def _read(self, index: int, socket: zmq.asyncio.Socket, frame_came: TakeFrame) -> None:
-        while True:
-            frames = await socket.recv_multipart()
-            if len(frames) == 3:
-                name, header, body = frames
-                try:
-                    frame_came((index, name), header, body)
-                except Exception:  # it concerns one peer: the others must be heard
-                    logger.exception("a peer's message was not taken")
 
 
 def own_folder(root: Path) -> OwnedFolder:
@@ -174,6 +150,7 @@ class KnownKeys:
         return key in self._keys
 
 
-def _look_at(sending: asyncio.Future[None]) -> None:
-    if not sending.cancelled() and (error := sending.exception()) is not None:
-        logger.warning("a message was not sent: %s", error)
+def _take(index: int, frame_came: TakeFrame, frames: list[bytes]) -> None:
+    if len(frames) == 3:
+        name, header, body = frames
+        frame_came((index, name), header, body)
