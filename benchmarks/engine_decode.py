@@ -25,8 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.api import GenerateRequest, SamplingParams, TokenDelta
+from engine.assembly import assemble_engine
 from engine.batch import BatchItem, SampleSpec, ScheduledBatch
-from engine.build import assemble_engine, build_engine
+from engine.build import build_engine
 from engine.build_runner import build_runner
 from engine.engine import LocalEngine
 from engine.models.loader import load_model

@@ -33,8 +33,8 @@ from cache.session_cache import SessionAwareCache
 from cache.tiers import TierSizes
 from cache.token_chain import ANY_KV
 from engine.api import GenerateRequest, SamplingParams, TokenDelta
+from engine.assembly import assemble_engine
 from engine.batch import BatchItem, ItemOutput, ModelOutput, SampleSpec, ScheduledBatch, SeenTokens
-from engine.build import assemble_engine
 from engine.copies import Copies
 from engine.engine import LocalEngine
 from engine.request import LiveRequest

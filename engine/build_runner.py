@@ -37,6 +37,7 @@ from engine.runner.step_buffers import StepBuffers
 from engine.runner.torch_runner import TorchRunner
 from engine.settings import (
     CPU_POOL_BYTES,
+    DEFAULT_EXECUTION,
     CacheSettings,
     EngineSettings,
     ExecutionSettings,
@@ -48,7 +49,6 @@ from engine.settings import (
 PROFILE_PAGES = 2
 STEP_SETTINGS = "scheduler.max_batch_tokens, scheduler.max_running, execution.max_graph_tokens"
 DEFAULT_SCHEDULER = SchedulerSettings()
-DEFAULT_EXECUTION = ExecutionSettings()
 ONE_RANK = OneRank()
 
 

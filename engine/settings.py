@@ -18,6 +18,10 @@ SpeculationMethod = Literal["off", "ngram", "draft"]
 CPU_POOL_BYTES = 256 * 1024 * 1024
 
 
+class PoolTooSmall(ValueError):
+    """The settings leave a KV pool too few pages."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
     """An adapter of the model (engine/models/adapters.py): what requests call it, and its directory or hub id."""
@@ -127,6 +131,9 @@ class ExecutionSettings:
     tensor_parallel: int = 1
     linear: LinearName = "auto"
     deterministic: bool = False
+
+
+DEFAULT_EXECUTION = ExecutionSettings()
 
 
 @dataclass(frozen=True, slots=True)

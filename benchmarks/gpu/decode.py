@@ -21,8 +21,8 @@ from benchmarks.gpu.busy import Busy, record_busy
 from benchmarks.gpu.ceilings import copy_bandwidth
 from benchmarks.gpu.engines import Bench, Watch, request
 from benchmarks.gpu.stage import Stage
+from engine.assembly import assemble_engine
 from engine.batch import ScheduledBatch
-from engine.build import assemble_engine
 from engine.engine import LocalEngine
 from engine.runner.protocol import Done
 from engine.settings import CacheSettings, ExecutionSettings, KVDType, SchedulerSettings, SpeculationSettings

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from engine.api import DeltaSink, FinishReason, GenerateRequest, SamplingParams, TokenDelta
-from engine.build import assemble_engine
+from engine.assembly import assemble_engine
 from engine.build_runner import build_runner
 from engine.engine import LocalEngine
 from engine.kernels.choose import choose_ops

@@ -15,14 +15,10 @@ from torch import Tensor
 
 from engine.device import is_gpu
 from engine.memory import check_free
-from engine.settings import CPU_POOL_BYTES, CacheSettings
+from engine.settings import CPU_POOL_BYTES, CacheSettings, PoolTooSmall
 
 FP8 = torch.float8_e4m3fn
 SCALE_BYTES = 4
-
-
-class PoolTooSmall(ValueError):
-    """The settings leave no room for a single page."""
 
 
 @dataclass(frozen=True, slots=True)

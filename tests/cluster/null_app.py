@@ -13,7 +13,7 @@ from typing import Any
 from ray.serve.deployment import Application
 
 from engine.api import DeltaSink, Engine
-from engine.build import assemble_engine
+from engine.assembly import assemble_engine
 from engine.settings import EngineSettings
 from serving.app import compose
 from serving.settings.config import AppArgs

@@ -24,8 +24,8 @@ from engine.api import (
     TokenDelta,
     TokenLogprob,
 )
+from engine.assembly import assemble_engine
 from engine.attention.choose import choose_attention
-from engine.build import assemble_engine
 from engine.build_runner import StepLimits, build_runner, device_runner
 from engine.engine import LocalEngine
 from engine.models.loader import LoadedModel

@@ -18,8 +18,8 @@ import torch
 import transformers
 
 from engine.api import GenerateRequest, LogprobParams, SamplingParams, TokenDelta, TokenLogprob
+from engine.assembly import assemble_engine
 from engine.attention import tiles
-from engine.build import assemble_engine
 from engine.build_runner import build_runner
 from engine.kernels.choose import choose_ops
 from engine.models.loader import LoadedModel, load_model

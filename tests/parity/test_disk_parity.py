@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from engine.api import GenerateRequest, SamplingParams, TokenDelta
-from engine.build import assemble_engine
+from engine.assembly import assemble_engine
 from engine.build_runner import build_runner
 from engine.engine import LocalEngine
 from engine.settings import CacheSettings, SchedulerSettings, SpeculationSettings

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.api import GenerateRequest, LogprobParams, SamplingParams, TokenDelta
-from engine.build import assemble_engine
+from engine.assembly import assemble_engine
 from engine.build_runner import build_runner
 from engine.settings import CacheSettings, SchedulerSettings, SpeculationSettings
 from tests.parity.matrix_cell import Scored

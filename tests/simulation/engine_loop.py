@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from engine.api import DeltaSink
-from engine.build import assemble_engine
+from engine.assembly import assemble_engine
 from engine.engine import LocalEngine
 from engine.settings import EngineSettings
 from engine.step_thread import StepLoop

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from engine.api import GenerateRequest, TokenDelta
+from engine.assembly import assemble_engine
 from engine.batch import ModelOutput, ScheduledBatch
-from engine.build import assemble_engine
 from engine.engine import LocalEngine
 from engine.settings import (
     BooksCheck,

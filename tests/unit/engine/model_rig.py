@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from engine.build import assemble_engine
+from engine.assembly import assemble_engine
 from engine.build_runner import build_runner
 from engine.models.loader import load_model
 from engine.settings import (

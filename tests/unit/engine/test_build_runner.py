@@ -35,7 +35,7 @@ from engine.models.ops import TorchOps
 from engine.parallel.ranks import OneRank
 from engine.runner.device_runner import DeviceRunner
 from engine.runner.disk_folder import DiskUnavailable
-from engine.runner.kv_pool import PoolTooSmall, make_kv_pool
+from engine.runner.kv_pool import make_kv_pool
 from engine.runner.sample_table import SampleTable, pick_by_row
 from engine.runner.torch_runner import TorchRunner
 from engine.settings import (
@@ -43,6 +43,7 @@ from engine.settings import (
     EngineSettings,
     ExecutionSettings,
     ModelSettings,
+    PoolTooSmall,
     SchedulerSettings,
     SpeculationSettings,
 )

@@ -24,7 +24,7 @@ from controllers.served_model import ServedModel
 from controllers.settings import ClusterSettings
 from controllers.sqlite_store import SqliteSessionStore
 from engine.api import Engine, SamplingParams
-from engine.build import assemble_engine
+from engine.assembly import assemble_engine
 from engine.settings import CacheSettings, SchedulerSettings, SpeculationSettings
 from serving.background import BackgroundTasks
 from serving.front.replica_calls import TurnEvents

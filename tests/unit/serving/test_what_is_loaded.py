@@ -15,7 +15,14 @@ HEAVY = ("torch", "transformers")
 
 
 @pytest.mark.parametrize(
-    "module", ["serving.app", "serving.front.ingress", "controllers.cluster_actor", "serving.cli.main"]
+    "module",
+    [
+        "serving.app",
+        "serving.front.ingress",
+        "controllers.cluster_actor",
+        "serving.cli.main",
+        "tests.cluster.null_app",
+    ],
 )
 def test_only_who_computes_loads_torch(module: str) -> None:
     """The task that builds the application used to load it, and a cluster's start waited for that."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from engine.api import GenerateRequest, TokenDelta
+from engine.assembly import assemble_engine
 from engine.attention.choose import choose_attention
-from engine.build import assemble_engine
 from engine.build_runner import StepLimits, careful_runner, device_runner
 from engine.models.loader import load_model
 from engine.parallel.lead import lead

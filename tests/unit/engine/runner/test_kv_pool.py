@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine.memory import MemoryShort
-from engine.runner.kv_pool import KVLayout, PoolTooSmall, make_kv_pool
-from engine.settings import CacheSettings
+from engine.runner.kv_pool import KVLayout, make_kv_pool
+from engine.settings import CacheSettings, PoolTooSmall
 
 CPU = torch.device("cpu")
 FULL = KVLayout(num_kv_heads=2, head_dim=8, windows=(None, None, None))

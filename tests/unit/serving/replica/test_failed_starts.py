@@ -10,7 +10,7 @@ import pytest
 
 from controllers.errors import NoAnswer
 from engine.api import Engine
-from engine.build import assemble_engine
+from engine.assembly import assemble_engine
 from engine.models.errors import BadCheckpoint
 from engine.settings import CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
 from serving.replica.place import ReplicaPlace

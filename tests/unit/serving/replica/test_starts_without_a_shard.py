@@ -14,7 +14,7 @@ import pytest
 from controllers.errors import NoAnswer
 from controllers.records import ReplicaAddress
 from engine.api import Engine
-from engine.build import assemble_engine
+from engine.assembly import assemble_engine
 from engine.settings import CacheSettings, EngineSettings, SchedulerSettings
 from serving.replica.place import ReplicaPlace
 from serving.replica.replica import LLMReplica

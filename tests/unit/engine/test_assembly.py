@@ -1,10 +1,10 @@
-"""The composition root matches pool, limits and settings."""
+"""An engine is put together to match pool, limits and settings."""
 
 from __future__ import annotations
 
 import pytest
 
-from engine.build import assemble_engine
+from engine.assembly import assemble_engine
 from engine.settings import CacheSettings, SchedulerSettings, SpeculationSettings
 from tests.unit.engine.driver import VOCAB, request
 from tests.unit.engine.engine_rig import WAIT_S, Rig, running
