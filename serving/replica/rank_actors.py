@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from engine.api import DeltaSink, Engine
 from engine.parallel.protocol import RanksNotStarted, Ticket
 from engine.settings import EngineSettings
-from serving.garbage import unsearched
+from serving.garbage import keep, unsearched
 from serving.settings.config import AppArgs
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class ParallelEngineFactory:
     def __call__(self, settings: EngineSettings, sink: DeltaSink) -> Engine:
         with unsearched():
             from engine.build import build_parallel_engine  # imports torch, which takes seconds
+        keep()
 
         def start(tickets: Sequence[Ticket]) -> Sequence[RankProcess]:
             return start_ranks(tickets, settings, self._num_cpus, self._num_gpus)
