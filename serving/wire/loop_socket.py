@@ -11,6 +11,8 @@ import zmq
 
 logger = logging.getLogger(__name__)
 
+MOST_AT_ONCE = 64
+
 TakeFrames = Callable[[list[bytes]], None]
 """Takes the frames of a message."""
 
@@ -47,9 +49,13 @@ class LoopSocket:
         return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def _came(self) -> None:
-        """Takes all messages that are here: the descriptor tells of changes only."""
-        while not self.closed and self._has_message():
+        """Takes the messages that are here, since the descriptor tells of changes only. After MOST_AT_ONCE others have
+        their turn on the event loop."""
+        for _ in range(MOST_AT_ONCE):
+            if self.closed or not self._has_message():
+                return
             try:
                 self._take(self._socket.recv_multipart(zmq.NOBLOCK))
             except Exception:  # it concerns one message: the others must be heard
                 logger.exception("a message was not taken")
+        self._loop.call_soon(self._came)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from serving.wire.loop_socket import LoopSocket
+from serving.wire.loop_socket import MOST_AT_ONCE, LoopSocket
 
 WAIT_S = 20.0
 
@@ -95,4 +95,23 @@ async def test_what_is_taken_may_close_the_socket(pair: Pair) -> None:
     async with asyncio.timeout(WAIT_S):
         await closed.wait()
     assert socket.closed
+    socket.close(linger_ms=0)
+
+
+async def test_many_messages_leave_others_their_turn(pair: Pair) -> None:
+    here, there = pair
+    messages = [b"%d" % number for number in range(3 * MOST_AT_ONCE)]
+    for message in messages:
+        there.send(message)
+    taken = Taken()
+    most, before = 0, 0
+    socket = LoopSocket(here, taken.take)
+    async with asyncio.timeout(WAIT_S):
+        while len(taken.messages) < len(messages):
+            await asyncio.sleep(0)
+            most, before = max(most, len(taken.messages) - before), len(taken.messages)
+    assert taken.messages == messages
+    assert most <= 2 * MOST_AT_ONCE, (
+        "the descriptor's callback and the one that was left may follow each other"
+    )
     socket.close(linger_ms=0)
