@@ -142,7 +142,9 @@ async def test_each_shard_hears_of_its_own_sessions_only(tmp_path: Path) -> None
             assert [each.session_id for each in entries] == own[shard]
             assert all(each.reported_s is not None for each in entries)
         assert len(rig.sessions) == len(names)
-        orphans = [each for each in await calls.measures() if "orphaned" in each.name]
+        told = await calls.figures(WAIT_S)
+        assert not told.missing
+        orphans = [each for each in told.joined if "orphaned" in each.name]
         assert not any(each.value for each in orphans)
         await rig.host.close(own[1][0], 1)
         for shard in range(2):
