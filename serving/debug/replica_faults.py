@@ -18,13 +18,13 @@ from cache.slots import SlotState
 from engine.api import EngineOverloaded, GenerateRequest, StepFailed
 from serving.background import BackgroundTasks
 from serving.debug.kinds import FaultKind
-from serving.replica.session_host import ENGINE_TIMEOUT_S
 from serving.wire.calls import PlantFault
 from serving.wire.turns import ErrorInfo, ServiceError
 
 T = TypeVar("T")
 Undo = Callable[[], Awaitable[None]]
 
+ENGINE_TIMEOUT_S = 10.0
 BY = "debug.faults"
 TWIN_KEY = -1
 """The key under which the twin of a doubly counted page is kept. The tiers' own keys begin at 1."""
