@@ -166,8 +166,7 @@ class PromptPlacer:
     def _looked_at(self, prompt: ChatPrompt, turn: Turn) -> PlacedPrompt:
         """Places messages of which none is an answer. They are new messages; a system message that the history begins
         with is left out. Raises AmbiguousHistory if the history begins with all of them."""
-        whole = self._text.encode_prompt(prompt)
-        if common_len(turn.history[: len(whole)], whole) == len(whole):
+        if self._text.begins(turn.history, prompt):
             raise AmbiguousHistory(
                 f"messages: {named(turn.session_id)} began with just these. Send x-session-mode: append to say them "
                 "again, or full to have them answered anew.",

@@ -1,4 +1,5 @@
-"""Keeps what users write from being read as the control tokens of a chat template.
+"""The control tokens of a chat template: keeps what users write from being read as such, and finds those that the
+template wrote.
 
 A tokenizer reads `<|im_end|>` in a message as the token that ends a message. So each such place in a message is broken
 after its first character with a mark that nobody can guess. The rendered text is cut at the marks, and its pieces are
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -18,6 +21,16 @@ from tokenizers import Tokenizer
 from serving.wire.turns import ChatPrompt
 
 _MARK_BYTES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """A part of a text, from the character `start` on. It begins with the control token `token_id`, which the text
+    before it has `count` times."""
+
+    start: int
+    token_id: int
+    count: int
 
 
 class ControlTokens:
@@ -30,6 +43,25 @@ class ControlTokens:
         )
         self._any = re.compile("|".join(texts)) if texts else None
         self._starts = re.compile(f"(?=(?:{'|'.join(texts)})).", re.DOTALL)
+
+        apart = [token.content for token in added if token.content]
+        self._apart = re.compile("|".join(map(re.escape, sorted(apart, key=len, reverse=True))) or r"(?!)")
+        self._ids = {
+            token.content: token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special and not (token.normalized or token.single_word)
+        }
+
+    def last_part(self, text: str, most_chars: int) -> TextPart | None:
+        """The longest end of a rendered text that begins with a control token and has at most `most_chars` characters;
+        None if there is none. Its tokens do not depend on the text before it."""
+        counts: Counter[str] = Counter()
+        for found in self._apart.finditer(text):
+            token = found[0]
+            if len(text) - found.start() <= most_chars and token in self._ids:
+                return TextPart(found.start(), self._ids[token], counts[token])
+            counts[token] += 1
+        return None
 
     def guard(self, prompt: ChatPrompt) -> tuple[ChatPrompt, str | None]:
         """The prompt with the mark in every control token that a message contains, and the mark; None if there is none.

@@ -46,6 +46,12 @@ from serving.wire.turns import ChatPrompt, Prompt, TextLogprob, TextPrompt, Toke
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_TOKENS_AT_ONCE = 4096
+"""A history is searched in pieces of so many tokens."""
+
+_TEMPLATE_CHARS = 256
+"""The most characters that templates are expected to add to a message."""
+
 _WORDS_AT_ONCE = 8
 """For how many requests the tokens of their words are remembered: all choices of a request have the same words."""
 
@@ -73,12 +79,14 @@ class TextProcessor:
         self._vocab_size = vocab_size
         self._max_context_len = max_context_len
         self._bos_id: int | None = None
+        self._unknown_id: int | None = None
         self._backend: Tokenizer | None = None
         self._token_bytes: TokenBytes | None = None
         self._chat_template: ChatTemplate | None = None
         self._control_tokens: ControlTokens | None = None
         if tokenizer is not None:
             self._bos_id = tokenizer.bos_token_id
+            self._unknown_id = tokenizer.unk_token_id
             self._backend = _backend_of(tokenizer)
             self._token_bytes = TokenBytes(self._backend)
             self._control_tokens = ControlTokens(self._backend)
@@ -126,6 +134,25 @@ class TextProcessor:
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
             raise InvalidRequest("The prompt has no tokens.", param)
         return token_ids
+
+    def begins(self, history: Sequence[int], prompt: ChatPrompt) -> bool:
+        """Whether the history begins with the tokens of `encode_prompt`, all of them. Raises what that raises.
+
+        Mostly the messages differ. So these are compared first, where they would be in the history. Then the tools,
+        which a client repeats at each turn, need not become tokens."""
+        template, control_tokens = self._chat()
+        guarded, mark = control_tokens.guard(prompt)
+        if mark is None and not prompt.add_special_tokens:
+            text = _rendered(template, guarded)
+            self._check_len(len(text), "messages")
+            part = control_tokens.last_part(text, _chars_of(prompt) + _TEMPLATE_CHARS * len(prompt.messages))
+            if part is not None and part.token_id != self._unknown_id:
+                tokens = self._encode(text[part.start :], "messages")
+                place = _place_of(history, part.token_id, part.count)
+                if place is None or common_len(history[place : place + len(tokens)], tokens) < len(tokens):
+                    return False
+        whole = self.encode_prompt(prompt)
+        return common_len(history[: len(whole)], whole) == len(whole)
 
     def encode_conversation(self, prompt: ChatPrompt, history: Sequence[int]) -> ContinuedPrompt:
         """The tokens of a whole conversation: exactly those of `encode_prompt` without a history, with as many as
@@ -270,16 +297,10 @@ class TextProcessor:
 
     def _encode_chat(self, prompt: ChatPrompt, continues: bool, last_token: int | None) -> list[int]:
         template, control_tokens = self._chat()
-        self._check_len(sum(len(str(message.get("content", ""))) for message in prompt.messages), "messages")
+        self._check_len(_chars_of(prompt), "messages")
         prompt, mark = control_tokens.guard(prompt)
         if not continues:
-            text = template.render(
-                prompt.messages,
-                prompt.template_kwargs,
-                prompt.tools,
-                answers=prompt.opens_answer and not prompt.continues_final,
-                options=_options(prompt),
-            )
+            text = _rendered(template, prompt)
             return self._encode(text, "messages", cut_at=mark, add_special_tokens=prompt.add_special_tokens)
         text = template.render_continuation(prompt.messages, prompt.template_kwargs)
         token_ids = self._encode(text, "messages", cut_at=mark)
@@ -299,7 +320,7 @@ class TextProcessor:
         behind, mark = control_tokens.guard(replace(prompt, messages=prompt.messages[num_asked - 1 :]))
         if (behind.template_kwargs, behind.tools) != (prompt.template_kwargs, prompt.tools):
             return None
-        self._check_len(sum(len(str(message.get("content", ""))) for message in behind.messages), "messages")
+        self._check_len(_chars_of(behind), "messages")
         messages = (*prompt.messages[: num_asked - 1], *behind.messages)
         answered = template.render_answered(messages, num_asked, prompt.template_kwargs, prompt.tools)
         if answered is None:
@@ -409,6 +430,30 @@ def _continued(history: Sequence[int], start: int, token_ids: list[int]) -> Cont
     something."""
     known = min(common_len(history[start : start + len(token_ids)], token_ids), len(token_ids) - 1)
     return ContinuedPrompt(start + known, token_ids[known:])
+
+
+def _place_of(history: Sequence[int], token_id: int, count: int) -> int | None:
+    """Where the token is in the history after `count` others like it."""
+    for start in range(0, len(history), _TOKENS_AT_ONCE):
+        found = np.flatnonzero(np.asarray(history[start : start + _TOKENS_AT_ONCE]) == token_id)
+        if count < len(found):
+            return start + int(found[count])
+        count -= len(found)
+    return None
+
+
+def _chars_of(prompt: ChatPrompt) -> int:
+    return sum(len(str(message.get("content", ""))) for message in prompt.messages)
+
+
+def _rendered(template: ChatTemplate, prompt: ChatPrompt) -> str:
+    return template.render(
+        prompt.messages,
+        prompt.template_kwargs,
+        prompt.tools,
+        answers=prompt.opens_answer and not prompt.continues_final,
+        options=_options(prompt),
+    )
 
 
 def _options(prompt: ChatPrompt) -> dict[str, Any]:
