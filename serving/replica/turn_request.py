@@ -176,16 +176,10 @@ class RequestBuilder:
         work = partial(self._text.detokenize, token_ids, skip_special_tokens=skip_special_tokens)
         return await self._of_prompt(TokenPrompt(token_ids), work)
 
-    async def digest(self, call: TurnCall) -> str:
-        """A digest that tells apart different requests with the same idempotency key. Raises EngineOverloaded."""
-        return await self._of_prompt(call.prompt, partial(request_digest, call))
-
-    async def tools(self, call: TurnCall) -> str | None:
-        """A digest of the call's tools that does not depend on their order. None if the call names none. Raises
-        EngineOverloaded."""
-        if not isinstance(call.prompt, ChatPrompt) or not call.prompt.tools:
-            return None
-        return await self._of_prompt(call.prompt, partial(_tools_digest, call.prompt.tools))
+    async def digests(self, call: TurnCall) -> tuple[str, str | None]:
+        """A digest that tells apart different requests with the same idempotency key, and one of the call's tools that
+        does not depend on their order: None if the call names none. Raises EngineOverloaded."""
+        return await self._of_prompt(call.prompt, lambda: (request_digest(call), _tools_digest(call.prompt)))
 
     async def _of_prompt(self, prompt: Prompt, work: Callable[[], T]) -> T:
         """The result of `work`, which runs on a thread if the prompt is long. Raises EngineOverloaded when that takes
@@ -263,8 +257,10 @@ def _is_long(prompt: Prompt) -> bool:
     return room < 0
 
 
-def _tools_digest(tools: Sequence[Mapping[str, Any]]) -> str:
-    return hashlib.sha256("\n".join(sorted(map(_canonical, tools))).encode()).hexdigest()
+def _tools_digest(prompt: Prompt) -> str | None:
+    if not isinstance(prompt, ChatPrompt) or not prompt.tools:
+        return None
+    return hashlib.sha256("\n".join(sorted(map(_canonical, prompt.tools))).encode()).hexdigest()
 
 
 def _canonical(tool: Mapping[str, Any]) -> str:

@@ -168,12 +168,13 @@ class TurnRunner:
             return await self._begin_unnamed(call, asker, started_s, constraint)
         if epoch is None:
             raise StaleEpoch("a session's turn needs the owner's epoch")
-        session, digest = call.session, await self._builder.digest(call)
+        session = call.session
+        digest, tools = await self._builder.digests(call)
         key = session.idempotency_key
         if session.retries and call.resumed is None:
             await self._host.hold(session.session_id, epoch)
             key = self._sessions.tried_key(session.session_id, epoch, digest, self._age_s) or key
-        begun = await self._begin_turn(call, session, epoch, key, digest)
+        begun = await self._begin_turn(call, session, epoch, key, digest, tools)
         if isinstance(begun, Replay):
             if not begun.result:
                 raise IdempotencyConflict(
@@ -221,7 +222,13 @@ class TurnRunner:
             raise
 
     async def _begin_turn(
-        self, call: TurnCall, session: SessionTurn, epoch: int, key: str | None, digest: str
+        self,
+        call: TurnCall,
+        session: SessionTurn,
+        epoch: int,
+        key: str | None,
+        digest: str,
+        tools: str | None,
     ) -> Turn | Replay:
         """Begins the session's turn. Raises TurnInFlight if a turn is in flight and its client does not leave within
         `patience_s` (nor is answered, if it is a turn with the same key), or if a fork takes longer than that, and
@@ -229,7 +236,6 @@ class TurnRunner:
         """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + patience_s(session)
-        tools = await self._builder.tools(call)
         while True:
             await self._ending.over(session.session_id, key)
             await self._host.hold(session.session_id, epoch)

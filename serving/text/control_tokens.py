@@ -24,7 +24,7 @@ _MARK_BYTES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class TextPart:
+class LastPart:
     """A part of a text, from the character `start` on. It begins with the control token `token_id`, which the text
     before it has `count` times."""
 
@@ -52,14 +52,14 @@ class ControlTokens:
             if token.special and not (token.normalized or token.single_word)
         }
 
-    def last_part(self, text: str, most_chars: int) -> TextPart | None:
+    def last_part(self, text: str, most_chars: int) -> LastPart | None:
         """The longest end of a rendered text that begins with a control token and has at most `most_chars` characters;
         None if there is none. Its tokens do not depend on the text before it."""
         counts: Counter[str] = Counter()
         for found in self._apart.finditer(text):
             token = found[0]
             if len(text) - found.start() <= most_chars and token in self._ids:
-                return TextPart(found.start(), self._ids[token], counts[token])
+                return LastPart(found.start(), self._ids[token], counts[token])
             counts[token] += 1
         return None
 

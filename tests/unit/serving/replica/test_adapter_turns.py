@@ -125,8 +125,8 @@ async def test_a_turn_that_was_committed_is_answered_where_its_adapter_is_not(
 
 async def test_a_key_tells_an_adapter_from_strict_calls(rig: Rig) -> None:
     """Both are texts at the end of what is hashed."""
-    digests = [await rig.builder.digest(call([7], strict_calls="[]")), await rig.builder.digest(call([7]))]
-    digests.append(await rig.builder.digest(call([7], adapter="[]")))
+    digests = [await rig.builder.digests(call([7], strict_calls="[]")), await rig.builder.digests(call([7]))]
+    digests.append(await rig.builder.digests(call([7], adapter="[]")))
     assert len(set(digests)) == 3
 
 

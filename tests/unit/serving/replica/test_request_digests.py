@@ -74,19 +74,19 @@ def builder(rig: Rig) -> RequestBuilder:
 
 async def test_records_that_gain_a_field_leave_the_digest_as_it_is(builder: RequestBuilder) -> None:
     """The digest was of the records' repr. An update that added a field made each retry across it another request."""
-    assert await builder.digest(asked(NEXT_VERSION)) == await builder.digest(asked(THIS_VERSION))
+    assert await builder.digests(asked(NEXT_VERSION)) == await builder.digests(asked(THIS_VERSION))
 
 
 async def test_a_field_that_a_version_added_counts_where_it_is_used(builder: RequestBuilder) -> None:
     used = asked(NEXT_VERSION, added_by_the_next_version=True)
-    assert await builder.digest(used) != await builder.digest(asked(NEXT_VERSION))
+    assert await builder.digests(used) != await builder.digests(asked(NEXT_VERSION))
 
 
 async def test_changing_this_digest_is_changing_the_wire(builder: RequestBuilder) -> None:
     """Logs have digests like these. If they change, no retry across the update is known."""
-    digest = await builder.digest(asked(THIS_VERSION))
+    digest, _ = await builder.digests(asked(THIS_VERSION))
     assert digest == "cdb50db0bdff00c07ce0e5b961978c5ba050fd20b6793d6b11ded880e04b0634"
-    digest = await builder.digest(call([1, 2, 3], "s", key="k"))
+    digest, _ = await builder.digests(call([1, 2, 3], "s", key="k"))
     assert digest == "012ab51d774d0cfab49207358a11f849dec2eaef491325e3ed02916f6e2829e6"
 
 
