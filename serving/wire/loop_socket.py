@@ -13,6 +13,11 @@ logger = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 64
 
+_READABLE = int(zmq.POLLIN)
+_NOW = int(zmq.NOBLOCK)
+_MORE_COMES = int(zmq.NOBLOCK | zmq.SNDMORE)
+"""As integers: pyzmq's flags make an object at each use, which takes as long as a socket's own call."""
+
 TakeFrames = Callable[[list[bytes]], None]
 """Takes the frames of a message."""
 
@@ -35,8 +40,10 @@ class LoopSocket:
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Raises zmq.ZMQError."""
-        self._socket.send_multipart(frames, zmq.NOBLOCK)
-        if self._has_message():  # the descriptor is silent about a message that the call above found
+        for frame in frames[:-1]:
+            self._socket.send(frame, _MORE_COMES)
+        self._socket.send(frames[-1], _NOW)
+        if self._has_message():  # the descriptor is silent about a message that a send found
             self._loop.call_soon(self._came)
 
     def close(self, linger_ms: int) -> None:
@@ -46,7 +53,7 @@ class LoopSocket:
             self._socket.close(linger_ms)
 
     def _has_message(self) -> bool:
-        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
+        return bool(int(self._socket.get(zmq.EVENTS)) & _READABLE)
 
     def _came(self) -> None:
         """Takes the messages that are here, since the descriptor tells of changes only. After MOST_AT_ONCE others have
@@ -55,7 +62,7 @@ class LoopSocket:
             if self.closed or not self._has_message():
                 return
             try:
-                self._take(self._socket.recv_multipart(zmq.NOBLOCK))
+                self._take(self._socket.recv_multipart(_NOW))
             except Exception:  # it concerns one message: the others must be heard
                 logger.exception("a message was not taken")
         self._loop.call_soon(self._came)
