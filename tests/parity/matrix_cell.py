@@ -206,11 +206,11 @@ class CellRun:
         )  # fmt: skip
 
     def _adapter(self, session_id: str | None) -> str:
-        """A session has an adapter of its own, which it leaves now and then for a turn with another one."""
+        """A session has an adapter of its own. Every sixth request has any: left to chance, a run may have few."""
         adapters = self.cell.adapters
         if not adapters:
             return ""
-        if session_id is None or self.rng.random() < 0.1:
+        if session_id is None or self._names % 6 == 0:
             self.events["other adapter"] += 1
             return self.rng.choice(adapters)
         return adapters[int(session_id[1:]) % len(adapters)]
