@@ -11,7 +11,8 @@ import zmq
 
 logger = logging.getLogger(__name__)
 
-MOST_AT_ONCE = 64
+AT_ONCE_S = 0.002
+"""For how long messages are taken, before others have their turn on the event loop."""
 
 _READABLE = int(zmq.POLLIN)
 _NOW = int(zmq.NOBLOCK)
@@ -56,13 +57,13 @@ class LoopSocket:
         return bool(int(self._socket.get(zmq.EVENTS)) & _READABLE)
 
     def _came(self) -> None:
-        """Takes the messages that are here, since the descriptor tells of changes only. After MOST_AT_ONCE others have
-        their turn on the event loop."""
-        for _ in range(MOST_AT_ONCE):
-            if self.closed or not self._has_message():
+        """Takes the messages that are here, for AT_ONCE_S: the descriptor tells of changes only."""
+        until_s = self._loop.time() + AT_ONCE_S
+        while not self.closed and self._has_message():
+            if self._loop.time() > until_s:
+                self._loop.call_soon(self._came)
                 return
             try:
                 self._take(self._socket.recv_multipart(_NOW))
             except Exception:  # it concerns one message: the others must be heard
                 logger.exception("a message was not taken")
-        self._loop.call_soon(self._came)

@@ -34,6 +34,7 @@ class RunsTurns(Protocol):
 
 IndexedEvent = tuple[int, TurnEvent]
 _MAX_QUEUED_EVENTS = 64
+_FEW_CALLS = 8
 _FEW_MESSAGES = 256
 _LONG_PROMPT = frozenset(("prompt", "input_ids", "max_new_tokens"))
 """Fields that are at fault if a prompt is too long: for the context, or for the KV pool with its answer."""
@@ -166,9 +167,14 @@ async def _start(
     queue: asyncio.Queue[IndexedEvent | Exception],
     feeders: list[asyncio.Task[None]],
 ) -> None:
-    """Starts one call after another: sending hundreds at once would block the event loop."""
+    """Starts one call after another: sending hundreds at once would block the event loop. If they are many, the first
+    one must be accepted before the others are sent: a prompt that is refused then goes to its replica once."""
+    accepted = asyncio.Event()
     for index, call in enumerate(plan.calls):
-        feeders.append(asyncio.create_task(_feed(service, plan, index, call, queue)))
+        if index == 1 and len(plan.calls) > _FEW_CALLS:
+            await accepted.wait()
+        sent = call if index else replace(call, tells_accepted=True)
+        feeders.append(asyncio.create_task(_feed(service, plan, index, sent, queue, accepted)))
         await asyncio.sleep(0)
 
 
@@ -178,11 +184,14 @@ async def _feed(
     index: int,
     call: TurnCall,
     queue: asyncio.Queue[IndexedEvent | Exception],
+    accepted: asyncio.Event,
 ) -> None:
     try:
         async with service.run(call) as events:
             async for _, event in _until_finished(events):
-                await queue.put((index, event))
+                accepted.set()
+                if plan.calls[index].tells_accepted or not event.says_nothing:
+                    await queue.put((index, event))
     except ServiceError as error:
         await queue.put(ServiceError(plan.of_call(index, error.info)))
     except Exception as error:  # handed to the reader of the queue
