@@ -96,15 +96,25 @@ async def test_one_that_cannot_begin_in_the_background(
         await become(client, known)
 
 
-async def test_what_is_aborted_in_the_background_can_be_had(tmp_path: Path) -> None:
+async def test_what_is_aborted_in_the_background_can_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its session has the end of the response."""
     async with local_client(tmp_path) as (client, service):
         first = await two_turns(client)
         service.rig.runner.hold()
         response = await asked(client, input="a", previous_response_id=first, background=True)
         await service.rig.runner.held()
+        heard, abort = asyncio.Event(), service.rig.engine.abort
+
+        def hear(request_id: str) -> None:
+            abort(request_id)
+            heard.set()
+
+        monkeypatch.setattr(service.rig.engine, "abort", hear)
         cancelling = asyncio.create_task(client.post(f"{PATH}/{response['id']}/cancel"))
-        await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            await heard.wait()
         service.rig.runner.go_on()
         await cancelling
         assert (await client.get(f"{PATH}/{response['id']}")).json()["status"] == "cancelled"
