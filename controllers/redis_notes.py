@@ -62,13 +62,12 @@ class RedisNotes:
         commands: list[Command] = []
         for turn, stored in fields_back(self._log, key, entry.turns):
             note = self._note(session_id, turn, stored)
-            if note.said_len <= length:
-                return (
-                    [*commands, self._set(session_id, note.cut(length))]
-                    if note.end_len > length
-                    else commands
-                )
-            commands.append(("HDEL", key, turn))
+            if note.said_len > length:
+                commands.append(("HDEL", key, turn))
+                continue
+            if note.end_len > length:
+                commands.append(self._set(session_id, note.cut(length)))
+            break
         return commands
 
     def appended(self, record: TurnRecord) -> list[Command]:

@@ -23,8 +23,8 @@ from serving.watch.metrics import ReplicaMetrics
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import ResumedTurn, TextLogprob, TurnEvent, TurnFinish
 from tests.unit.engine.null_runner import null_generate
+from tests.unit.serving.engine_figures import stats
 from tests.unit.serving.local_service import LocalService, client_of, small_text
-from tests.unit.serving.metric_samples import stats
 from tests.unit.serving.replica_rig import VOCAB_SIZE, call, running_rig, tokens_of
 
 LENGTH = Finish(FinishReason.LENGTH)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from cache.audit import AuditReport, Finding, PageAccounts, TierAccounts
 from serving.watch.engine_figures import pages_by_account
 from serving.watch.metrics import OUTCOMES, EndedTurn, FailoverCause, IngressMetrics, ReplicaMetrics
-from tests.unit.serving.metric_samples import samples, stats
+from tests.unit.serving.engine_figures import stats
+from tests.unit.serving.metric_samples import samples
 
 
 def test_accounts_make_up_the_pool() -> None:

@@ -7,7 +7,8 @@ from serving.watch.definitions import DEFINITIONS
 from serving.watch.metrics import FailoverCause, IngressMetrics, ReplicaMetrics
 from serving.watch.page import cluster_page, controller_figures, merge_expositions
 from serving.watch.registry import Figure
-from tests.unit.serving.metric_samples import samples, stats
+from tests.unit.serving.engine_figures import stats
+from tests.unit.serving.metric_samples import samples
 
 LABELS = {"cluster": "east", "model": "m"}
 EVERYWHERE = (("cluster", "east"), ("model", "m"))

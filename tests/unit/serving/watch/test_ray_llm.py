@@ -16,7 +16,7 @@ from ray.dashboard.modules.metrics.dashboards.serve_llm_sglang_dashboard_panels 
 
 from serving.watch.metrics import EndedTurn
 from serving.watch.ray_llm import FINISHED, MODEL, NOT_TOLD, NOW_FIGURES, TURN_FIGURES, LLMNames, RayLLM
-from tests.unit.serving.metric_samples import stats
+from tests.unit.serving.engine_figures import stats
 
 BOARDS: list[tuple[LLMNames, DashboardConfig]] = [
     ("vllm", serve_llm_dashboard_config),
