@@ -12,6 +12,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
@@ -144,20 +145,12 @@ class TurnDispatcher:
         if session_id is None:  # chosen once: a try whose answer was lost may have opened it
             session_id = new_session_id()
         open_key = (TREE_KEY if tree else "") + uuid.uuid4().hex
-        deadline_s = _now_s() + self._failover_timeout_s
-        while True:
-            try:
-                assignment = await self._controller.open_session(
-                    session_id, tenant, timeout_s, capacity_tokens, open_key
-                )
-            except (NoReplica, StoreError) as error:
-                await self._pause(deadline_s, error_info(error))
-            except ControllerError as error:
-                raise ServiceError(error_info(error)) from error
-            else:
-                owner = _owner_in(assignment)
-                self._owners.put(assignment.session_id, owner)
-                return assignment.session_id
+        open_it = partial(
+            self._controller.open_session, session_id, tenant, timeout_s, capacity_tokens, open_key
+        )
+        assignment = await self._once_placed(open_it, _now_s() + self._failover_timeout_s)
+        self._owners.put(assignment.session_id, _owner_in(assignment))
+        return assignment.session_id
 
     async def ask_owner(self, key: str, call_at: Callable[[int], AnyCall]) -> Any:
         """Makes the call `call_at(epoch)` at the session's owner and returns the answer. If the owner changes
@@ -343,10 +336,15 @@ class TurnDispatcher:
         return await self._find(session.session_id, deadline_s, opening)
 
     async def _find(self, key: str, deadline_s: float, opening: Opening = NO_OPENING) -> Owner:
-        """The session's owner. Waits while no replica can take it or the session log does not answer."""
+        """The session's owner. Waits, and raises ServiceError, as `_once_placed` does."""
+        return await self._once_placed(partial(self.owner_of, key, opening), deadline_s)
+
+    async def _once_placed(self, place: Callable[[], Awaitable[T]], deadline_s: float) -> T:
+        """The result of `place`, which must be repeatable. While no replica can take the session, or the session log
+        does not answer, `place` is called again. Raises ServiceError."""
         while True:
             try:
-                return await self.owner_of(key, opening)
+                return await place()
             except (NoReplica, StoreError) as error:
                 await self._pause(deadline_s, error_info(error))
             except ControllerError as error:
