@@ -52,7 +52,7 @@ from serving.wire.calls import (
     Tokenize,
 )
 from serving.wire.controller_calls import ControllerCalls, Told
-from serving.wire.errors import STALE_EPOCH, error_info, told_to_clients, unavailable
+from serving.wire.errors import STALE_EPOCH, told_to_clients, unavailable
 from serving.wire.transcripts import transcript_of
 from serving.wire.tree_ids import told_session
 from serving.wire.turns import (
@@ -111,7 +111,7 @@ class ClusterClient:
         # Both need no key, and each asks every process: so each runs once at a time, for all who ask. The answer is not
         # kept: another ingress may have given newer figures, and counters must not go back.
         self._metrics_page = SharedAnswer(self._gather_metrics, tasks)
-        self._health = SharedAnswer(self._look_for_health, tasks)
+        self._health = SharedAnswer(partial(replicas.any_answers, FIGURES_TIMEOUT_S), tasks)
         source = ClusterSource(
             replicas, controller, lambda entry, now_s: told_session(_session_info(entry, now_s))
         )
@@ -169,10 +169,8 @@ class ClusterClient:
     async def move_session(self, session_id: str, to: str | None, *, tenant: str) -> MovedSession:
         key = session_key(tenant, session_id)
         self._dispatcher.forget(key)  # the remembered owner may no longer own it
-        try:
+        with told_to_clients():
             before = await self._dispatcher.once_log_answers(partial(self._dispatcher.owner_of, key))
-        except ControllerError as error:
-            raise ServiceError(error_info(error)) from error
         answer = await self._dispatcher.ask_owner(
             key, lambda epoch: MoveSession(key, epoch, to, before.epoch)
         )
@@ -242,12 +240,11 @@ class ClusterClient:
         return [_session_info(entry, now_s) for entry in entries]
 
     async def session(self, session_id: str, *, tenant: str) -> SessionInfo | None:
-        try:
-            entry = await self._controller.session(session_key(tenant, session_id))
-        except SessionNotFound:
-            return None
-        except ControllerError as error:
-            raise ServiceError(error_info(error)) from error
+        with told_to_clients():
+            try:
+                entry = await self._controller.session(session_key(tenant, session_id))
+            except SessionNotFound:
+                return None
         session = _session_info(entry, time.time())
         return session if (session.tenant, session.session_id) == (tenant, session_id) else None
 
@@ -335,9 +332,6 @@ class ClusterClient:
             present=len(await self._replicas.present()),
             expected=self._replicas_expected,
         )
-
-    async def _look_for_health(self) -> bool:
-        return await self._replicas.any_answers(FIGURES_TIMEOUT_S)
 
     async def _audit_of(self, replica_id: str) -> dict[str, Any] | None:
         """The replica's audit; None if the replica does not answer, or is still unknown here, after the grace time."""
