@@ -59,7 +59,7 @@ class EmptyTurns:
             expected_turn=expected_turn,
         )
         if isinstance(turn, Turn):
-            await self._ending.outcome(self._ending.start(turn, self._commit(turn, said)))
+            await self._tasks.outcome(self._ending.start(turn, self._commit(turn, said)))
 
     async def _commit(self, turn: Turn, said: bytes) -> None:
         record = self._sessions.prepare_commit(turn, (), (), b"", note=said)

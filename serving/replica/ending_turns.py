@@ -36,10 +36,6 @@ class EndingTurns:
             self._left[session_id] = ending
             ending.add_done_callback(lambda _: self._left.pop(session_id, None))
 
-    async def outcome(self, ending: asyncio.Task[R]) -> R:
-        """The task's result. Raises its error."""
-        return await self._tasks.outcome(ending)
-
     async def over(self, session_id: str, key: str | None) -> None:
         """Waits for turns of the session that are ending and must not refuse the next one. One is a turn with the same
         key: it is being committed, and its answer will be replayed. The other is a turn whose client has left: that

@@ -133,7 +133,7 @@ class TurnRunner:
             begun.settled = True
             ending = self._end(begun)
             try:
-                return await self._ending.outcome(ending)
+                return await self._tasks.outcome(ending)
             except asyncio.CancelledError:
                 self._ending.client_left(begun.named, ending)
                 raise
