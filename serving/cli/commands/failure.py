@@ -21,8 +21,3 @@ def one_line_errors(command: str) -> Iterator[None]:
     except (ServerError, LoadError, StartError) as error:
         Console(stderr=True, soft_wrap=True).print(f"kedge {command}: {error}", style="red", markup=False)
         raise typer.Exit(1) from error
-
-
-def usage_error(message: str) -> typer.BadParameter:
-    """For options that do not go together. Typer prints it with the command's usage and exits with 2."""
-    return typer.BadParameter(message)

@@ -22,7 +22,7 @@ from serving.cli.client.sessions import (
     rewind_session,
 )
 from serving.cli.commands.completion import replica_ids
-from serving.cli.commands.failure import one_line_errors, usage_error
+from serving.cli.commands.failure import one_line_errors
 from serving.cli.commands.options import (
     DEFAULT_URL,
     ApiKey,
@@ -138,7 +138,7 @@ def fork(
 ) -> None:
     """Start a new session with the history of another one. The two share KV."""
     if at is not None and turn is not None:
-        raise usage_error("--at and --turn are two ways to say one thing: give one of them")
+        raise typer.BadParameter("--at and --turn are two ways to say one thing: give one of them")
     with one_line_errors("sessions fork"), _server(context, url, api_key, tenant) as client:
         forked = fork_session(client, session_id, at=at, turn=turn, new_session_id=new_id)
     said = f"{forked['session_id']}: {forked['tokens']:,} tokens, {forked['cached_tokens']:,} of them with KV"
@@ -161,7 +161,7 @@ def rewind(
     `kedge sessions show` prints their numbers. Turns that are cut off are lost. To keep them, fork the session first.
     """
     if (to is None) == (turn is None):
-        raise usage_error("say what is to be kept: either --turn TURN or --to TOKENS")
+        raise typer.BadParameter("say what is to be kept: either --turn TURN or --to TOKENS")
     with one_line_errors("sessions rewind"), _server(context, url, api_key, tenant) as client:
         kept = rewind_session(client, session_id, to=to, turn=turn)
     _print(context, as_json, kept, [f"{kept['session_id']}: {kept['tokens']:,} tokens are kept"])
