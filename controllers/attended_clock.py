@@ -16,9 +16,8 @@ class AttendedClock:
     Without ticks the clock is the timer's. Invariant: the clock never goes back.
     """
 
-    def __init__(self, timer: Callable[[], float], late_after_s: float = LATE_AFTER_S) -> None:
+    def __init__(self, timer: Callable[[], float]) -> None:
         self._timer = timer
-        self._late_after_s = late_after_s
         self._ticked_s: float | None = None
         self._stood_still_s = 0.0
 
@@ -35,4 +34,4 @@ class AttendedClock:
         """Seconds of standing still since the last tick. So calls that run before the next tick allow for a pause."""
         if self._ticked_s is None:
             return 0.0
-        return max(0.0, now_s - self._ticked_s - self._late_after_s)
+        return max(0.0, now_s - self._ticked_s - LATE_AFTER_S)
