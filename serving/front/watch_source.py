@@ -29,12 +29,10 @@ class ClusterSource:
         replicas: ReplicaCalls,
         controller: ControllerCalls,
         told: Callable[[LedgerEntry, float], Json],
-        unix_clock: Callable[[], float] = time.time,
     ) -> None:
         self._replicas = replicas
         self._controller = controller
         self._told = told
-        self._unix_clock = unix_clock
         self._last = ClusterView(0)
 
     async def look(self, cursor: str | None, limit: int) -> Look:
@@ -42,7 +40,7 @@ class ClusterSource:
             self._replicas.broadcast(Describe(), PATIENCE_S), self._view(cursor, limit)
         )
         places = await self._places(view, {each["replica_id"] for each in figures})
-        now_s = self._unix_clock()
+        now_s = time.time()
         rows = [self._told(entry, now_s) for entry in view.recent]
         return Look(now_s, view, figures, rows, places, trouble)
 
