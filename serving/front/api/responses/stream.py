@@ -22,22 +22,25 @@ _LAST_EVENTS = MappingProxyType(
 
 
 class EventNumbers:
-    """Gives the events of a stream their sequence numbers. Events up to number `behind` are left out."""
+    """Gives the events of a stream their sequence numbers."""
 
-    def __init__(self, behind: int | None = None) -> None:
+    def __init__(self) -> None:
         self._next = 0
-        self._behind = -1 if behind is None else behind
 
     def numbered(self, event: Event) -> Event | None:
         """The event with its number; None if it is left out."""
-        number = self._next
         self._next += 1
-        return {**event, "sequence_number": number} if number > self._behind else None
+        return {**event, "sequence_number": self._next - 1}
 
 
 class CharacterNumbers(EventNumbers):
     """The same, but each character of a delta has a number, and the delta has the number of its last character. So the
-    numbers do not depend on how a text was cut, and any front end can continue the stream exactly after any of them."""
+    numbers do not depend on how a text was cut, and any front end can continue the stream exactly after any of them.
+    What has numbers up to `behind` is left out."""
+
+    def __init__(self, behind: int | None = None) -> None:
+        super().__init__()
+        self._behind = -1 if behind is None else behind
 
     def numbered(self, event: Event) -> Event | None:
         delta = event.get("delta")
