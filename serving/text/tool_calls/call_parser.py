@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from serving.text.answer_pieces import CallPiece, Piece
 from serving.text.state_parser import SPACE, StateParser, first_mark
+from serving.text.tool_calls.json_extent import JsonExtent
 
 MAX_NAME_CHARS = 512
 """The most characters of the name of a function, or of an argument."""
@@ -97,6 +98,15 @@ class CallParser(StateParser):
     def _argue(self, text: str) -> None:
         if text:
             self._pieces.append(CallPiece(self._num_calls, None, text))
+
+    def _argue_object(self, extent: JsonExtent, behind: Callable[[], bool]) -> bool:
+        """In arguments that are a JSON object, up to the end of `extent`. `behind` is the state after them."""
+        end = extent.end(self._unread)
+        self._argue(self._read(end))
+        if end is not None:
+            self._end_arguments()
+            self._state = behind
+        return end is not None
 
     def _argue_key(self, key: str, value: str = "") -> None:
         separator = ", " if self._num_arguments else "{"

@@ -98,13 +98,7 @@ class JsonCallParser(CallParser):
         return True
 
     def _arguments(self) -> bool:
-        end = self._extent.end(self._unread)
-        self._argue(self._read(end))
-        if end is None:
-            return False
-        self._end_arguments()
-        self._state = self._behind_arguments
-        return True
+        return self._argue_object(self._extent, self._behind_arguments)
 
     def _behind_arguments(self) -> bool:
         """The closing brace of the call itself, which some models forget; or more keys, which are ignored."""

@@ -101,13 +101,7 @@ class NamedCallParser(CallParser):
         return True
 
     def _arguments(self) -> bool:
-        end = self._extent.end(self._unread)
-        self._argue(self._read(end))
-        if end is None:
-            return False
-        self._end_arguments()
-        self._state = self._behind_arguments
-        return True
+        return self._argue_object(self._extent, self._behind_arguments)
 
     def _behind_arguments(self) -> bool:
         """The end of a call, which some models forget."""
