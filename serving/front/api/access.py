@@ -48,8 +48,8 @@ FOR_OPERATORS = ErrorInfo(
 
 class CallersKnown:
     """ASGI middleware: sets who calls (`scope["state"]["caller"]`). Calls and WebSocket handshakes without a valid key
-    are refused before their content is read. `find_caller`, beside `caller`, looks the key up again, for calls that
-    last. Without `operators` no caller counts as an operator."""
+    are refused before their content is read. `is_known`, beside `caller`, looks the key up again, for calls that last:
+    whether it is still that caller's. Without `operators` no caller counts as an operator."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, *, operators: bool) -> None:
         self._app = app
@@ -63,7 +63,7 @@ class CallersKnown:
         find_caller = partial(self._caller, path_in(scope), Headers(scope=scope))
         caller = find_caller()
         if isinstance(caller, Caller):
-            scope.setdefault("state", {}).update(caller=caller, find_caller=find_caller)
+            scope.setdefault("state", {}).update(caller=caller, is_known=lambda: find_caller() == caller)
             await self._app(scope, receive, send)
             return
         response = error_response(scope, caller)

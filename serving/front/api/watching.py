@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from serving.front.api.access import FOR_OPERATORS
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import ClientGone, openai_error
-from serving.front.api.fields import OPERATORS_ONLY, Client, Service
+from serving.front.api.fields import OPERATORS_ONLY, Service
 from serving.front.api.reply_json import reply_json
 from serving.front.api.rules import rules_of
 from serving.front.api.service import TurnService
@@ -44,7 +44,6 @@ def routes() -> APIRouter:
 async def watch(
     request: Request,
     service: Service,
-    caller: Client,
     interval_s: IntervalS = 1.0,
     limit: MostSessions = 100,
     count: NumStates | None = None,
@@ -52,16 +51,12 @@ async def watch(
     """Server-sent events. `state`: at once and then every `interval_s`, with the `limit` sessions that were used last.
     `event`: for each thing that happens; a new stream begins with the most recent ones. Ends after `count` states, if
     given."""
-
-    def may_watch() -> bool:
-        return bool(request.state.find_caller() == caller)
-
-    return WatchStream(service, interval_s, limit, count, may_watch)
+    return WatchStream(service, interval_s, limit, count, request.state.is_known)
 
 
 class WatchStream(EventSourceResponse):
     """Streams what the service's watch yields. Starts once the watch is accepted, so that a refusal has its own status.
-    `may_watch` is asked before each event: watching ends when the key is no longer valid."""
+    `is_known` is asked before each event: watching ends when the key is no longer valid."""
 
     def __init__(
         self,
@@ -69,13 +64,13 @@ class WatchStream(EventSourceResponse):
         interval_s: float,
         limit: int,
         count: int | None,
-        may_watch: Callable[[], bool],
+        is_known: Callable[[], bool],
     ) -> None:
         self._service = service
         self._interval_s = interval_s
         self._limit = limit
         self._count = count
-        self._may_watch = may_watch
+        self._is_known = is_known
         super().__init__((), headers=STREAM_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,7 +93,7 @@ class WatchStream(EventSourceResponse):
                 except ServiceError as error:
                     await _write(send, _said(error.info))
                     break
-                if not self._may_watch():
+                if not self._is_known():
                     await _write(send, _said(FOR_OPERATORS))
                     break
                 await _write(send, b"".join(server_event(each.data, each.name) for each in items))

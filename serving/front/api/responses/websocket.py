@@ -19,7 +19,7 @@ from starlette.status import WS_1008_POLICY_VIOLATION
 from serving.front.api.affinity import AffinityKeys
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.errors import ClientGone, refusal
-from serving.front.api.fields import SHOWN_CHARS, Client, Service, Tenant
+from serving.front.api.fields import SHOWN_CHARS, Service, Tenant
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.lane import CREATE, Lane, Memory, error_event
 from serving.front.api.rules import rules_of
@@ -50,15 +50,12 @@ def routes() -> APIRouter:
     return router
 
 
-async def respond(websocket: WebSocket, service: Service, tenant: Tenant, caller: Client) -> None:
+async def respond(websocket: WebSocket, service: Service, tenant: Tenant) -> None:
     """Serves a connection until its end. Raises ServiceError if it is not accepted."""
     _check_headers(websocket)
     rules = rules_of(websocket.app)
     limits = rules.body_limits
     sockets: Sockets = websocket.app.state.sockets
-
-    def is_known() -> bool:
-        return bool(websocket.state.find_caller() == caller)
 
     def make_lane(stream_id: str | None) -> Lane:
         return Lane(
@@ -76,7 +73,7 @@ async def respond(websocket: WebSocket, service: Service, tenant: Tenant, caller
         raise ServiceError(_ALL_BUSY)
     try:
         await websocket.accept()
-        await socket.run(Lanes(socket, limits, make_lane, is_known).work(), error_event(_OLD))
+        await socket.run(Lanes(socket, limits, make_lane, websocket.state.is_known).work(), error_event(_OLD))
     finally:
         sockets.left(socket)
 
