@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from engine.api import SamplingParams
+from serving.front.api.errors import refusal
 from serving.front.api.fields import (
     MinP,
     RepetitionPenalty,
@@ -79,3 +80,8 @@ class SharedFields(StrictBody):
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
         )
+
+
+def check_stream_options(options: StrictBody | None, body: SharedFields) -> None:
+    if options is not None and not body.stream:
+        raise refusal("stream_options: only allowed when stream is true.", "stream_options")

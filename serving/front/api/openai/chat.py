@@ -42,7 +42,6 @@ from serving.front.api.openai.replies import (
     stop_fields,
     usage_of,
 )
-from serving.front.api.openai.requests import check_stream_options
 from serving.front.api.openai.structured import held_answer
 from serving.front.api.reply_json import (
     filled,
@@ -53,6 +52,7 @@ from serving.front.api.reply_json import (
 )
 from serving.front.api.rules import rules_of
 from serving.front.api.session_headers import InSession
+from serving.front.api.shared_fields import check_stream_options
 from serving.front.api.sse import TurnEventStream, server_event
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, beside_streams, collect, until_disconnect
@@ -75,7 +75,7 @@ async def chat_completions(
     tenant: Tenant,
 ) -> Response:
     model_id = adapter_of(body.model, service.model) or service.model.model_id
-    check_stream_options(body)
+    check_stream_options(body.stream_options, body)
     session = headers.turn(body.n or 1, "n")
     reply_id = f"chatcmpl-{body.request_id or new_id('')}"
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, service.model)

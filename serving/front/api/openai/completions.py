@@ -36,7 +36,6 @@ from serving.front.api.openai.completions_schema import (
 from serving.front.api.openai.extras import call_fields
 from serving.front.api.openai.prompt_logprobs import prompt_logprob_items
 from serving.front.api.openai.replies import ChunkEncoder, stop_fields
-from serving.front.api.openai.requests import check_stream_options
 from serving.front.api.openai.structured import held_answer
 from serving.front.api.reply_json import (
     filled,
@@ -47,6 +46,7 @@ from serving.front.api.reply_json import (
 )
 from serving.front.api.rules import rules_of
 from serving.front.api.session_headers import InSession
+from serving.front.api.shared_fields import check_stream_options
 from serving.front.api.sse import TurnEventStream, server_event
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, collect, until_disconnect
@@ -99,7 +99,7 @@ async def completions(
 
 
 def _check(body: CompletionBody, prompts: Prompts, model: ModelInfo) -> None:
-    check_stream_options(body)
+    check_stream_options(body.stream_options, body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise refusal("best_of: only the value of n is supported.", "best_of")
     check_num_calls(len(prompts) * (body.n or 1), "prompt" if len(prompts) > 1 else "n")

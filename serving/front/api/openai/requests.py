@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from engine.api import SamplingParams
-from serving.front.api.errors import refusal
 from serving.front.api.fields import (
     AdditivePenalty,
     AllowedTokenIds,
@@ -115,8 +114,3 @@ class OpenAiBody(GuidedFields, SharedFields):
         """The same, within the model's default limit."""
         asked, field = self.asked_tokens()
         return most_tokens(model, asked), field
-
-
-def check_stream_options(body: OpenAiBody) -> None:
-    if body.stream_options is not None and not body.stream:
-        raise refusal("stream_options: only allowed when stream is true.", "stream_options")

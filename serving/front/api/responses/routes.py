@@ -36,7 +36,6 @@ from serving.front.api.responses.schema import (
     ResponsesBody,
     check_logprobs,
     check_state,
-    check_stream_options,
     in_named_session,
 )
 from serving.front.api.responses.store import (
@@ -52,6 +51,7 @@ from serving.front.api.responses.turns import ResponseTurns
 from serving.front.api.rules import rules_of
 from serving.front.api.service import TurnService
 from serving.front.api.session_headers import InSession
+from serving.front.api.shared_fields import check_stream_options
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, beside_streams, collect, until_disconnect
@@ -83,7 +83,7 @@ async def create_response(
     background: Background,
     tenant: Tenant,
 ) -> Response:
-    check_stream_options(body)
+    check_stream_options(body.stream_options, body)
     session = headers.turn(1, "input")
     if session is not None:
         body = in_named_session(body)

@@ -231,11 +231,6 @@ class ResponsesBody(SharedFields):
         }
 
 
-def check_stream_options(body: ResponsesBody) -> None:
-    if body.stream_options is not None and not body.stream:
-        raise refusal("stream_options: only allowed when stream is true.", "stream_options")
-
-
 def check_logprobs(body: ResponsesBody, *, is_parted: bool) -> None:
     """Refuses log-probabilities that cannot be given. `is_parted`: the answer is searched for calls or thoughts."""
     if not body.tells_logprobs:
