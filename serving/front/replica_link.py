@@ -51,8 +51,6 @@ class LinkTimes:
 SIGNS_MISSED = 4
 """A replica may be gone once so many of its signs of life are missing."""
 
-OpenConnection = Callable[[ConnectionEvents], Connection]
-
 
 class ReplicaLink:
     """A front end's calls to one replica. `on_broken` is called each time a connection breaks while calls wait on it;
@@ -61,7 +59,7 @@ class ReplicaLink:
     def __init__(
         self,
         replica_id: str,
-        open_connection: OpenConnection,
+        open_connection: Callable[[ConnectionEvents], Connection],
         times: LinkTimes,
         *,
         on_broken: Callable[[], None],
