@@ -18,6 +18,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from serving.front.api.errors import refusal
+from serving.front.api.fields import new_id
+from serving.front.api.hidden_sessions import RESPONSE
 from serving.front.api.responses.history import item_of
 from serving.front.api.responses.items import Json, canonical_items
 from serving.front.api.responses.reasoning import thought
@@ -28,7 +30,6 @@ from serving.front.api.responses.store import (
     FoundResponse,
     StoredResponse,
     found_response,
-    new_session_id,
     response_named,
     said_until,
     session_apart,
@@ -220,7 +221,7 @@ async def _behind(
 
 def begun(body: ResponsesBody, items: Iterable[Json] = ()) -> Continued:
     """A response that begins a session, if it is stored; `items` were said before."""
-    return Continued(new_session_id() if body.is_stored else None, tuple(items))
+    return Continued(new_id(RESPONSE) if body.is_stored else None, tuple(items))
 
 
 def _beginning(body: ResponsesBody, model: ModelInfo) -> Any:

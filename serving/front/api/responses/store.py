@@ -55,10 +55,6 @@ def new_response_id(session_id: str | None) -> str:
     return f"{_ID}{scope}{uuid4().hex[:16]}"
 
 
-def new_session_id() -> str:
-    return f"{RESPONSE}{uuid4().hex}"
-
-
 def session_apart(response_id: str) -> str:
     """The session of a response whose turn could not be in the one that its id names: another turn came first."""
     return f"{RESPONSE}{uuid5(NAMESPACE_OID, response_id).hex}"
