@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from serving.text.answer_pieces import Piece, overlap
+from serving.text.answer_pieces import Piece, Thought, overlap
 
 SPACE = " \t\r\n"
 
@@ -39,6 +39,10 @@ class StateParser(ABC):
     def _take(self) -> list[Piece]:
         pieces, self._pieces = self._pieces, []
         return pieces
+
+    def _think(self, text: str) -> None:
+        if text:
+            self._pieces.append(Thought(text))
 
     def _read(self, end: int | None) -> str:
         """Takes the text up to `end`; None: all of it."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from serving.text.answer_pieces import CallPiece, Piece, Thought, overlap
+from serving.text.answer_pieces import CallPiece, Piece, overlap
 from serving.text.reasoning.formats import HARMONY_TOKENS
 from serving.text.state_parser import SPACE, StateParser
 from serving.text.tool_calls.json_extent import JsonExtent
@@ -79,10 +79,6 @@ class HarmonyParser(StateParser):
     def _say(self, text: str) -> None:
         if text:
             self._pieces.append(text)
-
-    def _think(self, text: str) -> None:
-        if text:
-            self._pieces.append(Thought(text))
 
     def _argue(self, text: str) -> None:
         if text:

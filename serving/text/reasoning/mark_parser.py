@@ -6,7 +6,7 @@ again add them. An answer that does not begin with a thought is all content.
 
 from __future__ import annotations
 
-from serving.text.answer_pieces import Piece, Thought
+from serving.text.answer_pieces import Piece
 from serving.text.reasoning.formats import ThinkingMarks
 from serving.text.state_parser import SPACE, StateParser, first_mark
 
@@ -36,10 +36,6 @@ class MarkParser(StateParser):
     def is_broken_off(self) -> bool:
         """There are no calls."""
         return False
-
-    def _think(self, text: str) -> None:
-        if text:
-            self._pieces.append(Thought(text))
 
     def _beginning(self) -> bool:
         begun, opener = self._unread.lstrip(SPACE), self._marks.opener
