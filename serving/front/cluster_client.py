@@ -111,7 +111,7 @@ class ClusterClient:
         # Both need no key, and each asks every process: so each runs once at a time, for all who ask. The answer is not
         # kept: another ingress may have given newer figures, and counters must not go back.
         self._metrics_page = SharedAnswer(self._gather_metrics, tasks)
-        self._health = SharedAnswer(partial(replicas.any_answers, FIGURES_TIMEOUT_S), tasks)
+        self._health = SharedAnswer(lambda: replicas.any_answers(FIGURES_TIMEOUT_S), tasks)
         source = ClusterSource(
             replicas, controller, lambda entry, now_s: told_session(_session_info(entry, now_s))
         )
