@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from engine.models.config_values import positive_integer, positive_number, whole_number
+from engine.models.config_values import positive_integer, positive_number, truth, whole_number
 from engine.models.errors import ModelNotFound, UnsupportedModel
 from engine.models.experts_config import ExpertsSpec, parse_experts
 from engine.models.fp8_weights import Fp8Format, parse_fp8
@@ -156,7 +156,7 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
         rms_norm_eps=positive_number(config, "rms_norm_eps", 1e-6),
         rope=rope,
         max_context_len=context_len,
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tied_embeddings=truth(config, "tie_word_embeddings", False),
         qkv_bias=_flag(config, "attention_bias", family, family.qkv_bias),
         out_bias=_flag(config, "attention_bias", family, False),
         mlp_bias=_flag(config, "mlp_bias", family, False),
@@ -191,7 +191,7 @@ def _head_dim(config: Mapping[str, Any], family: Family, even_share: int) -> int
 
 def _flag(config: Mapping[str, Any], key: str, family: Family, fixed: bool) -> bool:
     """Some families read a bias flag; the others have it built in and ignore the key."""
-    return bool(config.get(key, family.default_bias)) if key in family.bias_keys else fixed
+    return truth(config, key, family.default_bias) if key in family.bias_keys else fixed
 
 
 def _refuse_unknown(config: Mapping[str, Any], family: Family) -> None:
@@ -210,7 +210,7 @@ def _parse_windows(
     """Windows by layer. A window as long as the context counts as none."""
     window = None
     if family.window in ("always", "by layer") or (
-        family.window != "never" and config.get("use_sliding_window", False)
+        family.window != "never" and truth(config, "use_sliding_window", False)
     ):
         window = config.get("sliding_window", DEFAULT_WINDOW)
     if window is not None and (type(window) is not int or window < 1):

@@ -1,4 +1,4 @@
-"""Numbers of a configuration, checked.
+"""Numbers and flags of a configuration, checked.
 
 Each function raises UnsupportedModel that names the key and what it must be.
 """
@@ -44,7 +44,10 @@ def positive_number(values: Mapping[str, Any], key: str, default: float, least: 
 
 
 def truth(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """Null stands for false, as in transformers."""
     value = config.get(key, default)
+    if value is None:
+        return False
     if not isinstance(value, bool):
         raise UnsupportedModel(f"config.json: {key} must be true or false, not {value!r}")
     return value

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from engine.models.config_values import truth
 from engine.models.errors import BadCheckpoint, UnsupportedModel
 from engine.models.quantized_matrix import QuantizedMatrix
 
@@ -214,14 +215,14 @@ def _gptq(found: Mapping[str, Any]) -> PackedFormat:
         _bits(found, "bits"),
         _group(found, "group_size"),
         zeros_are_less_one=kind == "gptq",
-        has_zeros=not found.get("sym", False),
-        ordered=bool(found.get("desc_act", False)),
+        has_zeros=not truth(found, "sym", False),
+        ordered=truth(found, "desc_act", False),
     )
 
 
 def _awq(found: Mapping[str, Any]) -> PackedFormat:
     version = str(found.get("version", "gemm")).lower()
-    if version != "gemm" or not found.get("zero_point", True):
+    if version != "gemm" or not truth(found, "zero_point", True):
         raise UnsupportedModel("quantization_config: of awq only version gemm with zero_point is implemented")
     bits = _bits(found, "bits")
     if bits != 4:
@@ -247,7 +248,7 @@ def _compressed(found: Mapping[str, Any]) -> PackedFormat:
                 "compressed-tensors",
                 _bits(weights, "num_bits"),
                 size,
-                has_zeros=not weights.get("symmetric", True),
+                has_zeros=not truth(weights, "symmetric", True),
                 ordered=weights.get("actorder") in ("group", True),
             )
         )

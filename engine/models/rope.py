@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from engine.models.config_values import positive_number
+from engine.models.config_values import positive_number, truth
 from engine.models.errors import UnsupportedModel
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
@@ -73,7 +73,7 @@ def parse_rope(config: Mapping[str, Any], context_len: int) -> RopeSpec:
         original_context_len=original_len,
         beta_fast=positive_number(parameters, "beta_fast", 32.0),
         beta_slow=positive_number(parameters, "beta_slow", 1.0),
-        truncate=bool(parameters.get("truncate", True)),
+        truncate=truth(parameters, "truncate", True),
         attention_factor=_attention_factor(parameters, factor) if kind == "yarn" else 1.0,
     )
 

@@ -235,6 +235,33 @@ def test_values_of_another_kind_are_refused_by_their_key(changes: dict[str, Any]
         parse_spec(config(**changes))
 
 
+@pytest.mark.parametrize("value", ["false", "true", 0, 1, []])
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("tie_word_embeddings", {}),
+        ("attention_bias", {}),
+        ("mlp_bias", {}),
+        ("use_sliding_window", QWEN_WINDOW),
+    ],
+)
+def test_what_is_no_flag_is_refused_by_its_key(key: str, changes: dict[str, Any], value: object) -> None:
+    """The text "false" was taken as true."""
+    with pytest.raises(UnsupportedModel, match=f"config.json: {key} must be true or false, not"):
+        parse_spec(config(**changes | {key: value}))
+
+
+def test_yarn_s_flag_is_refused_by_its_key() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "truncate": "false"}
+    with pytest.raises(UnsupportedModel, match="truncate must be true or false, not 'false'"):
+        parse_spec(config(rope_scaling=scaling))
+
+
+@pytest.mark.parametrize("key", ["tie_word_embeddings", "attention_bias", "mlp_bias"])
+def test_a_flag_of_null_is_false(key: str) -> None:
+    assert parse_spec(config(**{key: None})) == parse_spec(config())
+
+
 def test_null_stands_for_what_is_left_out() -> None:
     for key, value in (("head_dim", 16), ("num_key_value_heads", 4), ("max_position_embeddings", 2048)):
         assert parse_spec(config(**{key: None})) == parse_spec(config(**{key: value}))
