@@ -44,10 +44,8 @@ def positive_number(values: Mapping[str, Any], key: str, default: float, least: 
 
 
 def truth(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    """Null stands for false, as in transformers."""
+    """Null is refused, too."""
     value = config.get(key, default)
-    if value is None:
-        return False
     if not isinstance(value, bool):
         raise UnsupportedModel(f"config.json: {key} must be true or false, not {value!r}")
     return value
