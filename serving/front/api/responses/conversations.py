@@ -29,9 +29,9 @@ class NewConversation(StrictBody):
 
 
 class ConversationChange(StrictBody):
-    """`metadata` replaces the conversation's metadata."""
+    """`metadata` replaces the conversation's metadata. Null leaves none."""
 
-    metadata: Metadata
+    metadata: Metadata | None
 
 
 class NewItems(StrictBody):
@@ -65,7 +65,7 @@ async def update_conversation(
     conversation_id: str, body: ConversationChange, service: Service, tenant: Tenant
 ) -> Json:
     async def change(_conversation: Conversation) -> Json:
-        return {"metadata": body.metadata}
+        return {"metadata": body.metadata or {}}
 
     return (await change_conversation(service, conversation_id, tenant, change)).shown()
 

@@ -35,6 +35,14 @@ async def texts(client: openai.AsyncOpenAI, conversation_id: str, **options: Any
     return [item.content[0].text async for item in page]  # type: ignore[union-attr]
 
 
+async def test_metadata_of_null_leaves_a_conversation_none(served: Served) -> None:
+    """OpenAI's client has null for none, here as where a conversation is created."""
+    made = await served.client.conversations.create(metadata={"a": "b"})
+    changed = await served.client.conversations.update(made.id, metadata=None)
+    assert changed.metadata == {}
+    assert await served.client.conversations.retrieve(made.id) == changed
+
+
 async def test_a_call_that_is_tried_again_adds_nothing_to_its_conversation(served: Served) -> None:
     """The client counts its tries. After a lost answer the conversation had everything twice."""
     again = {"x-stainless-retry-count": "1"}
