@@ -54,11 +54,16 @@ class TurnPlan:
 
     def in_its_words(self, error: ErrorInfo) -> ErrorInfo:
         """The error as the protocol says it."""
-        named = _MESSAGE.fullmatch(error.param or "")
-        if named is None or self.message_name is None:
-            return replace(error, param=self.field_names.get(error.param or "", error.param))
-        name = self.message_name(int(named[1]))
-        return replace(error, param=name, message=error.message.replace(named[0], name, 1))
+        if error.param is None:
+            return error
+        named = _MESSAGE.fullmatch(error.param)
+        if named is not None and self.message_name is not None:
+            name = self.message_name(int(named[1]))
+            return replace(error, param=name, message=error.message.replace(named[0], name, 1))
+        name = self.field_names.get(error.param, error.param)
+        said = error.message.removeprefix(f"{error.param}: ")
+        message = error.message if said == error.message else f"{name}: {said}"
+        return replace(error, param=name, message=message)
 
     def of_call(self, index: int, error: ErrorInfo) -> ErrorInfo:
         """The error of one of several calls. If it is about the length of the prompt, it names that call's."""

@@ -121,6 +121,14 @@ async def test_another_history_is_named_in_the_requests_own_parts(
         assert reply.json()["error"]["message"].startswith(f"{named}: the history of session '{SESSION}'")
 
 
+async def test_an_ambiguous_input_is_named_as_its_field_is(served: Served) -> None:
+    """The message said `messages`, a field that a response does not have."""
+    await answered(served, "one")
+    status, param, message = await wrong(served, NAMED)
+    assert (status, param) == (409, "input")
+    assert f"- input: session '{SESSION}' began with just these." in message
+
+
 async def test_the_session_alone_keeps_the_response(served: Served) -> None:
     response, _ = await answered(served, "one")
     assert response.store is False
