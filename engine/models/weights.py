@@ -308,10 +308,15 @@ class DummyWeights:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files of a checkpoint, in order. Raises BadCheckpoint or ModelNotFound."""
+    """The files of a checkpoint, in order. Raises BadCheckpoint, ModelNotFound, or UnsupportedModel if the index is not
+    a JSON object."""
     index = directory / INDEX_FILE
     if index.is_file():
-        names = sorted(set(read_json(index)["weight_map"].values()))
+        file_of = read_json(index).get("weight_map")
+        files = list(file_of.values()) if isinstance(file_of, dict) else []
+        if not files or not all(isinstance(name, str) for name in files):
+            raise BadCheckpoint(f"{index}: weight_map must name the file of each tensor")
+        names = sorted(set(files))
         absent = [name for name in names if not (directory / name).is_file()]
         if absent:
             raise BadCheckpoint(f"{directory}: shards named by {INDEX_FILE} are absent: {_some(absent)}")

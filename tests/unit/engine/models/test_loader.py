@@ -144,6 +144,18 @@ def test_absent_files(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "index", [{}, {"weight_map": 5}, {"weight_map": {}}, {"weight_map": {"a": 7}}, {"weight_map": None}]
+)
+def test_an_index_that_names_no_files_is_refused(tmp_path: Path, index: dict[str, Any]) -> None:
+    write_config(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        BadCheckpoint, match=r"model\.safetensors\.index\.json: weight_map must name the file"
+    ):
+        load(tmp_path)
+
+
 def test_eos_ids(tmp_path: Path) -> None:
     write_config(tmp_path)
     assert read_eos_ids(tmp_path) == {2}
