@@ -87,6 +87,11 @@ class StrictJsonRequest(Request):
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
+            encoding = self.headers.get("content-encoding", "").strip().lower()
+            if encoding not in ("", "identity"):
+                raise HTTPException(
+                    415, f"content-encoding: {encoding[:60]!r} is not supported; send the body as it is."
+                )
             limits = self._limits
             declared = self.headers.get("content-length", "")
             limits.check_size(int(declared) if declared.isdecimal() else 0)

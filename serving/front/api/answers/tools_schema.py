@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, UnsetType
-from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, StringConstraints, Tag
 from pydantic_core import from_json
 
 from serving.front.api.body_limits import BodyLimits, ValueCount
-from serving.front.api.fields import JsonSchema, NonEmptyText
+from serving.front.api.fields import JsonSchema, NonEmptyText, refused_kind
 from serving.front.api.reply_json import Reply
 from serving.front.api.strict_json import StrictBody, large_integer_in, may_have_large_integer
 
@@ -43,6 +43,15 @@ def _of_an_object(schema: JsonSchema) -> JsonSchema:
 ObjectSchema = Annotated[JsonSchema, AfterValidator(_of_an_object)]
 
 
+def _served_kind(kind: Any) -> Any:
+    """A word that is no type of a tool here is refused by name: `function` is not the only one that is served."""
+    return refused_kind(kind) if isinstance(kind, str) and kind != "function" else kind
+
+
+FunctionKind = Annotated[Literal["function"], BeforeValidator(_served_kind)]
+"""The type of what is a function, or of an unknown type."""
+
+
 class Function(StrictBody):
     """If the model may choose whether to call a tool, the arguments of `strict` functions are held to their schemas. If
     it must call one, the arguments of all functions are."""
@@ -61,7 +70,7 @@ class Function(StrictBody):
 
 
 class Tool(StrictBody):
-    type: Literal["function"]
+    type: FunctionKind
     function: Function
 
     def for_template(self) -> dict[str, Any]:
@@ -132,7 +141,7 @@ class ChosenFunction(StrictBody):
 
 
 class NamedTool(StrictBody):
-    type: Literal["function"]
+    type: FunctionKind
     function: ChosenFunction
 
 
@@ -208,7 +217,7 @@ class ToolCall(StrictBody):
     """A call in an earlier answer. `index` and `parsed_arguments` come from the client's SDK and have no effect."""
 
     id: NonEmptyText
-    type: Literal["function"]
+    type: FunctionKind
     function: FunctionCall
     index: int | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import random
 from pathlib import Path
@@ -25,6 +26,7 @@ GENERATE = "/generate"
 OPEN = "/open_session"
 HELLO = {"role": "user", "content": "hi"}
 HUGE = 10**30
+CALL_OF_SEARCH = {"role": "assistant", "tool_calls": [{"id": "c", "type": "web_search"}]}
 FORMAT_SCHEMA = "response_format.json_schema.schema"
 GENERATE_SCHEMA = "sampling_params.json_schema"
 
@@ -276,6 +278,33 @@ async def test_what_is_not_declared_as_json(path: str) -> None:
         for kind in ("text/plain", "application/x-www-form-urlencoded"):
             reply = await client.post(path, content=b'{"text": "a"}', headers={"content-type": kind})
             assert "application/json" in check_shape(path, reply)["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, GENERATE, "/v1/kedge/sessions"])
+async def test_an_encoded_body_is_refused_by_its_encoding(path: str) -> None:
+    async with client_of(create_http_app(_no_service)) as client:
+        headers = {"content-type": "application/json", "content-encoding": "GZip"}
+        reply = await client.post(path, content=gzip.compress(b"{}"), headers=headers)
+        assert reply.status_code == 415
+        assert "content-encoding: 'gzip'" in check_shape(path, reply)["message"]
+        plain = await client.post(path, json=[], headers={"content-encoding": "identity"})
+        assert "JSON object" in check_shape(path, plain)["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("tools[0].type", {"tools": [{"type": "web_search", "size": 1}]}),
+        ("tool_choice.type", {"tool_choice": {"type": "web_search"}}),
+        ("messages[0].tool_calls[0].type", {"messages": [CALL_OF_SEARCH]}),
+    ],
+)
+async def test_an_unknown_type_of_tool_is_refused_by_its_name(field: str, body: dict[str, Any]) -> None:
+    """It used to be told that 'function' is expected, as if custom tools were refused, too."""
+    async with client_of(create_http_app(_no_service)) as client:
+        error = check_shape(CHAT, await client.post(CHAT, json={"messages": [HELLO], **body}))
+        assert (error["param"], error["code"]) == (field, "unsupported_field")
+        assert error["message"] == f"{field}: 'web_search' is not supported here."
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", GENERATE])
