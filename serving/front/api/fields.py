@@ -52,6 +52,16 @@ _GREEDY_BELOW = 1e-5
 Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME_CHARS, pattern=NAME_PATTERN)]
 """An id given by a client."""
 
+
+def _stays_in_a_path(name: str) -> str:
+    if name in (".", ".."):
+        raise ValueError(f"{name!r} is left out of paths, so no call could name this session.")
+    return name
+
+
+SessionName = Annotated[Name, AfterValidator(_stays_in_a_path)]
+"""The id that a client gives a session that may be new."""
+
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 CountOrZero = Annotated[int, Field(ge=0, le=MAX_INT)]
 NumChoices = Annotated[int, Field(ge=1, le=128)]

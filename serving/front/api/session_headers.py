@@ -8,13 +8,13 @@ from typing import Annotated
 from fastapi import Depends, Header
 
 from serving.front.api.errors import refusal
-from serving.front.api.fields import MAX_INT, Name
+from serving.front.api.fields import MAX_INT, Name, SessionName
 from serving.front.api.hidden_sessions import check_not_hidden
 from serving.wire.turns import HistoryMode, SessionTurn
 
 MAX_RETRIES = 1000
 
-SessionHeader = Annotated[Name | None, Header(alias="x-session-id")]
+SessionHeader = Annotated[SessionName | None, Header(alias="x-session-id")]
 ModeHeader = Annotated[HistoryMode | None, Header(alias="x-session-mode")]
 """What the messages are: only new ones (append), the whole history (full), or whichever they look like (auto)."""
 TurnHeader = Annotated[int | None, Header(alias="x-session-turn", ge=0, le=MAX_INT)]

@@ -11,7 +11,16 @@ from pydantic import Field, model_validator
 
 from controllers.session_keys import session_key
 from serving.front.api.errors import refusal
-from serving.front.api.fields import OPERATORS_ONLY, Client, Count, CountOrZero, Name, Service, Tenant
+from serving.front.api.fields import (
+    OPERATORS_ONLY,
+    Client,
+    Count,
+    CountOrZero,
+    Name,
+    Service,
+    SessionName,
+    Tenant,
+)
 from serving.front.api.keys import ANYBODY
 from serving.front.api.service import TurnService
 from serving.front.api.sessions.trees import close_tree
@@ -50,7 +59,7 @@ SessionId = Annotated[str, Depends(_named_by_client)]
 class NewSession(StrictBody):
     """The session ends after `timeout_s` idle seconds, and may hold at most `capacity_tokens` tokens."""
 
-    session_id: Name | None = None
+    session_id: SessionName | None = None
     timeout_s: Timeout | None = None
     capacity_tokens: Count | None = None
 
@@ -59,7 +68,7 @@ class NewFork(StrictBody):
     """The fork begins with the first `length` committed tokens of the session, or with its turns up to and including
     `turn`, or, without both, with all of it. Without `timeout_s` it gets the session's own."""
 
-    new_session_id: Name | None = None
+    new_session_id: SessionName | None = None
     length: CountOrZero | None = None
     turn: CountOrZero | None = None
     timeout_s: Timeout | None = None
