@@ -37,6 +37,7 @@ from serving.front.api.sessions.schema import (
     CloseSessionBody,
     GenerateBody,
     OpenSessionBody,
+    SamplingBody,
     SessionParams,
 )
 from serving.front.api.sessions.trees import TreeRequest, close_tree
@@ -161,7 +162,7 @@ async def generate(
     runner: RunsTurns = service
     if body.session_params is not None:
         plan, runner = await _in_session(plan, body.session_params, idempotency_key, service)
-    as_list = body.batched or body.sampling.n > 1
+    as_list = body.batched or body.choices > 1
     if body.stream:
         encoder = GenerateEncoder(
             body, plan, numbered=as_list, incremental=rules.incremental_streaming_output
@@ -211,32 +212,27 @@ def _line_turn(params: SessionParams, idempotency_key: str | None) -> SessionTur
 
 def _plan(body: GenerateBody, model: ModelInfo, tenant: str, priority: int, affinity_key: str) -> TurnPlan:
     prompts = _prompts(body, model)
-    asked = body.sampling
-    num_calls = len(prompts) * asked.n
-    many = "sampling_params.n" if asked.n > 1 else body.prompt_field
+    count = body.choices
+    num_calls = len(prompts) * count
+    many = "sampling_params.n" if count > 1 else body.prompt_field
     check_num_calls(num_calls, many)
     if body.session_params is not None and num_calls > 1:
         raise refusal(f"{many}: a session takes one generation at a time.", many)
-    sampling = asked.sampling(model)
-    constraint = asked.constraint()
+    asked = _asked(body, len(prompts))
+    sampled = _sampled(asked, model)
     adapters = _adapters(body, len(prompts), model)
     calls = [
         TurnCall(
             request_id=request_id,
             part_of=whole_id,
-            prompt=prompts[index // asked.n],
-            sampling=sampling,
-            seed=nth_seed(asked.seed_given, index % asked.n),
-            max_new_tokens=asked.max_new_tokens,
-            stop=stop_strings(asked.stop),
-            trim_stop=not asked.no_stop_trim,
-            skip_special_tokens=asked.skip_special_tokens,
+            prompt=prompts[index // count],
+            seed=nth_seed(asked[index // count].seed_given, index % count),
             logprobs=_logprobs(body),
-            constraint=constraint,
             tenant=tenant,
             priority=priority,
             affinity_key=affinity_key,
-            adapter=adapters[index // asked.n],
+            adapter=adapters[index // count],
+            **sampled[index // count],
         )
         for index, (request_id, whole_id) in enumerate(_request_ids(body, len(prompts)))
     ]
@@ -257,6 +253,37 @@ def _prompts(body: GenerateBody, model: ModelInfo) -> list[TextPrompt | TokenPro
     return prompts
 
 
+def _asked(body: GenerateBody, num_prompts: int) -> list[SamplingBody]:
+    """The sampling parameters of each prompt."""
+    given = body.sampling_params or SamplingBody()
+    if not isinstance(given, list):
+        return [given] * num_prompts
+    if not body.batched or len(given) != num_prompts:
+        message = "sampling_params: a list belongs to a list of prompts, and has one object for each."
+        raise refusal(message, "sampling_params")
+    if any(each.n != given[0].n for each in given):
+        raise refusal("sampling_params: n must be the same for all prompts.", "sampling_params")
+    return given
+
+
+def _sampled(asked: Sequence[SamplingBody], model: ModelInfo) -> list[dict[str, Any]]:
+    """The fields of each prompt's calls that say how its answers are sampled; the seed is each call's own."""
+    if all(each is asked[0] for each in asked):
+        return [_sampling_fields(asked[0], "sampling_params", model)] * len(asked)
+    return [_sampling_fields(each, f"sampling_params[{index}]", model) for index, each in enumerate(asked)]
+
+
+def _sampling_fields(asked: SamplingBody, name: str, model: ModelInfo) -> dict[str, Any]:
+    return {
+        "sampling": asked.sampling(model, name),
+        "max_new_tokens": asked.max_new_tokens,
+        "stop": stop_strings(asked.stop),
+        "trim_stop": not asked.no_stop_trim,
+        "skip_special_tokens": asked.skip_special_tokens,
+        "constraint": asked.constraint(name),
+    }
+
+
 def _adapters(body: GenerateBody, num_prompts: int, model: ModelInfo) -> list[str]:
     """The adapter of each prompt; "" is none."""
     given = body.lora_path
@@ -274,7 +301,7 @@ def _adapters(body: GenerateBody, num_prompts: int, model: ModelInfo) -> list[st
 def _request_ids(body: GenerateBody, num_prompts: int) -> list[tuple[str, str]]:
     """For each call its id, and the client's id of which it is a part. A call's id is the client's, numbered if that is
     for several prompts, and if a prompt has several choices."""
-    count = body.sampling.n
+    count = body.choices
     if isinstance(body.rid, list):
         if len(body.rid) != num_prompts or len(set(body.rid)) != len(body.rid):
             raise refusal(f"rid: give {num_prompts} different ids, one for each prompt.", "rid")

@@ -23,6 +23,7 @@ from serving.front.api.fields import (
     RepetitionPenalty,
     SchemaOrText,
     Seed,
+    SessionName,
     StopStrings,
     StopTokenIds,
     Temperature,
@@ -80,11 +81,12 @@ class SamplingBody(StrictBody):
     def seed_given(self) -> int | None:
         return self.seed if self.sampling_seed is None else self.sampling_seed
 
-    def sampling(self, model: ModelInfo) -> SamplingParams:
-        """The engine's parameters; the seed and the token limit are passed separately."""
+    def sampling(self, model: ModelInfo, name: str) -> SamplingParams:
+        """The engine's parameters; the seed and the token limit are passed separately. `name`: this object's, in
+        errors. Raises ServiceError."""
         stop_ids = self.stop_token_ids or []
-        check_token_ids(stop_ids, model, "sampling_params.stop_token_ids")
-        least = "sampling_params.min_new_tokens"
+        check_token_ids(stop_ids, model, f"{name}.stop_token_ids")
+        least = f"{name}.min_new_tokens"
         check_min_tokens(self.min_new_tokens, self.max_new_tokens, least, "max_new_tokens")
         return SamplingParams(
             temperature=engine_temperature(self.temperature),
@@ -94,18 +96,18 @@ class SamplingBody(StrictBody):
             frequency_penalty=self.frequency_penalty,
             presence_penalty=self.presence_penalty,
             repetition_penalty=self.repetition_penalty,
-            logit_bias=checked_bias(self.logit_bias, model, "sampling_params.logit_bias"),
+            logit_bias=checked_bias(self.logit_bias, model, f"{name}.logit_bias"),
             stop_token_ids=frozenset(stop_ids),
             ignore_eos=self.ignore_eos,
             min_new_tokens=self.min_new_tokens,
         )
 
-    def constraint(self) -> OutputConstraint | None:
-        """What the output is held to. Raises ServiceError."""
+    def constraint(self, name: str) -> OutputConstraint | None:
+        """What the output is held to. `name`: this object's, in errors. Raises ServiceError."""
         given = {"json_schema": self.json_schema, "regex": self.regex, "ebnf": self.ebnf}
-        names = [name for name, value in given.items() if value is not None]
+        names = [kind for kind, value in given.items() if value is not None]
         if len(names) > 1:
-            param = f"sampling_params.{names[1]}"
+            param = f"{name}.{names[1]}"
             raise refusal(f"{param}: give either {names[0]} or {names[1]}.", param)
         if self.regex is not None:
             return OutputConstraint("regex", self.regex)
@@ -113,7 +115,7 @@ class SamplingBody(StrictBody):
             return OutputConstraint("grammar", self.ebnf)
         if self.json_schema is None:
             return None
-        param = "sampling_params.json_schema"
+        param = f"{name}.json_schema"
         return schema_constraint(schema_of(self.json_schema, param), param)
 
 
@@ -153,6 +155,11 @@ RequestIds = Annotated[
 ]
 
 
+SamplingBodies = Annotated[
+    Annotated[SamplingBody, Tag("<one>")]
+    | Annotated[list[SamplingBody], Field(min_length=1, max_length=MAX_CALLS, fail_fast=True), Tag("<many>")],
+    Discriminator(one_or_many),
+]
 LoraPaths = Annotated[
     Annotated[Name, Tag("<one>")]
     | Annotated[list[Name | None], Field(max_length=MAX_CALLS, fail_fast=True), Tag("<many>")],
@@ -165,7 +172,9 @@ class GenerateBody(StrictBody):
 
     text: Texts | None = None
     input_ids: Annotated[InputIds | None, Field(validate_default=True)] = None
-    sampling_params: SamplingBody | None = None
+    sampling_params: SamplingBodies | None = Field(
+        None, description="One object, or a list with one for each prompt. `n` is the same in all of them."
+    )
     stream: bool | None = None
     rid: RequestIds | None = None
     return_logprob: bool | None = None
@@ -213,8 +222,10 @@ class GenerateBody(StrictBody):
         return isinstance(given, list) and bool(given) and isinstance(given[0], str | list)
 
     @property
-    def sampling(self) -> SamplingBody:
-        return self.sampling_params or SamplingBody()
+    def choices(self) -> int:
+        """Generations for each prompt."""
+        given = self.sampling_params or SamplingBody()
+        return given[0].n if isinstance(given, list) else given.n
 
 
 class OpenSessionBody(StrictBody):
@@ -222,7 +233,7 @@ class OpenSessionBody(StrictBody):
     after `timeout` idle seconds. With `streaming`, it is a line of turns instead of a tree of requests."""
 
     capacity_of_str_len: CountOrZero
-    session_id: Name | None = None
+    session_id: SessionName | None = None
     streaming: bool | None = None
     timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
 

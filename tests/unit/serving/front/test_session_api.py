@@ -197,6 +197,57 @@ async def test_batches(tmp_path: Path) -> None:
         assert [last[i]["output_ids"] for i in range(2)] == expected
 
 
+async def test_prompts_of_a_batch_may_have_their_own_sampling(tmp_path: Path) -> None:
+    own = [
+        {**GREEDY, "seed": 5},
+        {"temperature": 0, "max_new_tokens": 3, "stop": ["ab"], "no_stop_trim": True},
+    ]
+    async with local_client(tmp_path) as (client, service):
+        replies = await generate(client, input_ids=[[5, 6, 7], [8]], sampling_params=own)
+        assert [len(reply["output_ids"]) for reply in replies] == [6, 3]
+        first, second = service.calls
+        assert (first.seed, first.stop, first.trim_stop) == (5, (), True)
+        assert (second.seed, second.stop, second.trim_stop) == (None, ("ab",), False)
+        many = await generate(client, text=["a", "b"], sampling_params=[{**each, "n": 2} for each in own])
+        assert [len(reply["output_ids"]) for reply in many] == [6, 6, 3, 3]
+        assert [call.seed for call in service.calls[2:]] == [5, 6, None, None]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "param"),
+    [
+        ([], "sampling_params"),
+        ([GREEDY], "sampling_params"),
+        ([GREEDY, {"n": 2}], "sampling_params"),
+        ([GREEDY, {"stop_token_ids": [VOCAB_SIZE]}], "sampling_params[1].stop_token_ids"),
+        ([GREEDY, {"json_schema": "{"}], "sampling_params[1].json_schema"),
+        ([GREEDY, {"top_p": 2}], "sampling_params[1].top_p"),
+    ],
+)
+async def test_wrong_sampling_of_a_batch_is_named(tmp_path: Path, sampling: Any, param: str) -> None:
+    async with local_client(tmp_path) as (client, _):
+        error = await refused(client, "/generate", text=["a", "b"], sampling_params=sampling)
+        assert error["param"] == param
+        assert error["message"].startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize("name", [".", ".."])
+async def test_a_session_is_not_named_as_a_part_that_paths_leave_out(tmp_path: Path, name: str) -> None:
+    """Nobody could have read, forked or ended it by its path."""
+    async with local_client(tmp_path) as (client, service):
+        sessions = "/v1/kedge/sessions"
+        error = await refused(client, "/open_session", capacity_of_str_len=9, session_id=name)
+        assert error["param"] == "session_id"
+        assert (await refused(client, sessions, session_id=name))["param"] == "session_id"
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        reply = await client.post("/v1/chat/completions", json=body, headers={"x-session-id": name})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "x-session-id")
+        session = await open_session(client, session_id=f"{name}a")
+        fork = await refused(client, f"{sessions}/{session}/fork", new_session_id=name)
+        assert fork["param"] == "new_session_id"
+        assert [each.session_id for each in service.cluster.sessions()] == [session]
+
+
 async def busy_turn(client: httpx.AsyncClient, service: LocalService, **body: Any) -> asyncio.Task[Any]:
     """Starts a turn that runs until something ends it."""
     service.rig.runner.step_s = 0.02
