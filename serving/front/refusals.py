@@ -35,7 +35,6 @@ LET_GO = frozenset({STALE_EPOCH, SESSION_MOVED, SESSION_NOT_FOUND})
 """Errors of a replica that no longer has the session. The first time, the call may just have gone to the wrong one."""
 LOG_AWAY = frozenset({StoreError.code, NoAnswer.code})
 """Nothing was begun, or it is not known whether it was: a call that can be repeated is retried until this is known."""
-RETRIED_AFTER_FAILURE = frozenset({TURN_IN_FLIGHT, SESSION_NOT_FOUND})
 ADAPTER_AWAY = frozenset({AdapterNotLoaded.code, VERSION_MISMATCH})
 """The replica is older than this front end: it lacks the adapter, or does not know of adapters. An update replaces it
 soon."""
@@ -65,11 +64,10 @@ def failover_cause(failure: ErrorInfo) -> FailoverCause:
 
 
 def is_retried(refusal: ErrorInfo, failed: bool, *, in_mid_stream: bool = False) -> bool:
-    """Whether to try again. Some refusals (RETRIED_AFTER_FAILURE) may come from the remains of a failed attempt. If no
-    attempt failed, they go to the client. A turn in mid-stream also waits for an overloaded replica, and for its
-    adapter."""
+    """Whether to try again. A turn in flight may be what is left of a failed attempt; if none failed, the refusal goes
+    to the client. A turn in mid-stream also waits for an overloaded replica, and for its adapter."""
     if refusal.code in RETRIED_CODES or refusal.code == "replica_unavailable":
         return True
     if in_mid_stream and (refusal.code == "overloaded" or refusal.code in ADAPTER_AWAY):
         return True
-    return failed and refusal.code in RETRIED_AFTER_FAILURE
+    return failed and refusal.code == TURN_IN_FLIGHT

@@ -283,8 +283,8 @@ async def test_a_repeated_call_is_committed_in_no_later_session(
 ) -> None:
     """A call is committed and loses its connection with the answer. The session closes, and the call is sent again. It
     used to be committed in another session of that name, which it opened itself or which another turn had opened
-    (simulated seed 1000697 of 1,000 turns)."""
-    async with running_failover(tmp_path, failover_timeout_s=3.0) as served:
+    (simulated seed 1000697 of 1,000 turns). Later its client heard that only after `failover_timeout_s`."""
+    async with running_failover(tmp_path) as served:
         deliver = served.replicas.turn
 
         @asynccontextmanager
@@ -305,6 +305,7 @@ async def test_a_repeated_call_is_committed_in_no_later_session(
         with pytest.raises(ServiceError) as caught:
             await served.turn(replace(turn, session=replace(turn.session, create=True)))
         assert caught.value.info.code == "session_not_found"
+        assert len(served.replicas.calls) == 1 + 2 * opened_anew, "a remembered owner, then the one that is"
         assert [entry.turns for entry in served.cluster.sessions()] == [0] * opened_anew
 
 
