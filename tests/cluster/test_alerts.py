@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 from live_prometheus import FASTER, LivePrometheus, installed
+from null_app import HOLD, PACE
 from served_cluster import ServedCluster, eventually
 from session_client import Conversation, random_tokens
 from watched_cluster import FAULTS, clients, session_of_two_turns, short_stream, stream, watched
@@ -56,6 +57,15 @@ def mended(cluster: ServedCluster) -> Iterator[None]:
     yield
     with cluster.client() as client:
         client.delete(FAULTS)
+
+
+@pytest.fixture
+def slow_successors(cluster: ServedCluster) -> Iterator[None]:
+    """Replicas that start from now on take long for a step. Their streams last, and cost little."""
+    pace = Path(cluster.state_dir) / PACE
+    pace.write_text("0.02")
+    yield
+    pace.unlink()
 
 
 def plant(cluster: ServedCluster, kind: str, **fields: Any) -> dict[str, Any]:
@@ -227,15 +237,16 @@ def test_memory_that_is_short(cluster: ServedCluster, prometheus: LivePrometheus
         prometheus.resolves(name, **LABELS)
 
 
+@pytest.mark.usefixtures("slow_successors")
 def test_replicas_that_die_one_after_another(cluster: ServedCluster, prometheus: LivePrometheus) -> None:
-    hold = Path(cluster.state_dir) / "hold"
+    hold = Path(cluster.state_dir) / HOLD
     prometheus.evaluate_too(BURSTS)
 
     def kill(replica: str) -> None:
         cluster.kill(cluster.replicas()[replica]["pid"])
 
     def answer(client: httpx.Client, rng: Any) -> int:
-        return stream(client, random_tokens(rng, 5), 300)
+        return stream(client, random_tokens(rng, 5), 200)
 
     def restarted(replica: str) -> bool:
         return len(cluster.replicas()) == 2 and replica not in cluster.replicas()
