@@ -46,16 +46,16 @@ def assemble_engine(
     """An engine around a given runner, not started. The runner sizes the pools, and may be asked for a few steps to see
     what they cost. For `driver` and `clock` see LocalEngine. Raises PoolTooSmall."""
     counters = EngineCounters()
-    costs = (
-        None if speculation.method == "off" else step_costs(speculation, runner, scheduler.max_batch_tokens)
-    )
     facts = runner.facts
     sizes = TierSizes(
         cache.host_size_bytes, cache.disk_size_bytes, facts.page_size_bytes, facts.window_page_size_bytes
     )
     step_tokens = max(min(scheduler.chunk_size, scheduler.max_batch_tokens), execution.decode_steps)
     step_tokens = step_tokens * (2 if facts.runs_ahead else 1) + speculation.max_draft_tokens
-    window = _window_pool(facts, step_tokens)
+    window = _window_pool(facts, step_tokens)  # first: measured steps need pages that there are
+    costs = (
+        None if speculation.method == "off" else step_costs(speculation, runner, scheduler.max_batch_tokens)
+    )
     allocator = PageAllocator(facts.num_pages)
     prefixes = PrefixCache(
         allocator, facts.page_size, enabled=cache.prefix_cache, window=window, identity=facts.identity

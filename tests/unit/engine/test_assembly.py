@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.assembly import assemble_engine
-from engine.settings import CacheSettings, SchedulerSettings, SpeculationSettings
+from engine.settings import CacheSettings, PoolTooSmall, SchedulerSettings, SpeculationSettings
 from tests.unit.engine.driver import VOCAB, request
 from tests.unit.engine.engine_rig import WAIT_S, Rig, running
 from tests.unit.engine.null_runner import NULL_IDENTITY, NullRunner
@@ -45,6 +45,15 @@ def test_the_context_is_the_shorter_of_model_and_setting(asked: int | None, expe
         runner, CacheSettings(), settings, SpeculationSettings(), frozenset(), lambda _: None
     )
     assert engine.max_context_len == expected
+
+
+def test_a_pool_with_too_few_window_pages_is_refused_before_any_step_is_measured() -> None:
+    runner = NullRunner(8, 1, VOCAB, 128, window_len=3, num_window_pages=2)
+    speculation = SpeculationSettings("ngram", max_draft_tokens=7)
+    with pytest.raises(PoolTooSmall, match="the pool has 2"):
+        assemble_engine(
+            runner, CacheSettings(1), SchedulerSettings(), speculation, frozenset(), lambda _: None
+        )
 
 
 @pytest.mark.parametrize(("shared", "expected"), [(True, 16), (False, 0)])
