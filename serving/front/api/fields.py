@@ -53,13 +53,14 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME_CHARS,
 """An id given by a client."""
 
 
-def _stays_in_a_path(name: str) -> str:
+def stays_in_a_path(name: str) -> str:
+    """For ids that clients give: a path leaves these two out, so it would name something else."""
     if name in (".", ".."):
-        raise ValueError(f"{name!r} is left out of paths, so no call could name this session.")
+        raise ValueError(f"{name!r} is no id: paths leave it out.")
     return name
 
 
-SessionName = Annotated[Name, AfterValidator(_stays_in_a_path)]
+SessionName = Annotated[Name, AfterValidator(stays_in_a_path)]
 """The id that a client gives a session that may be new."""
 
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]

@@ -46,8 +46,8 @@ def routes() -> APIRouter:
     router.add_api_route("/{conversation_id}", delete_conversation, methods=["DELETE"])
     router.add_api_route("/{conversation_id}/items", list_items, methods=["GET"])
     router.add_api_route("/{conversation_id}/items", create_items, methods=["POST"])
-    router.add_api_route("/{conversation_id}/items/{item_id}", get_item, methods=["GET"])
-    router.add_api_route("/{conversation_id}/items/{item_id}", delete_item, methods=["DELETE"])
+    router.add_api_route("/{conversation_id}/items/{item_id:path}", get_item, methods=["GET"])
+    router.add_api_route("/{conversation_id}/items/{item_id:path}", delete_item, methods=["DELETE"])
     return router
 
 

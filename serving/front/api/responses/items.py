@@ -8,15 +8,36 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    ValidationInfo,
+    field_validator,
+)
 
 from serving.front.api.answers.tools_schema import check_arguments
-from serving.front.api.fields import MAX_PARTS, DirectCaller, NonEmptyText, OtherKind, refused_kind
+from serving.front.api.fields import (
+    MAX_PARTS,
+    DirectCaller,
+    NonEmptyText,
+    OtherKind,
+    refused_kind,
+    stays_in_a_path,
+)
 from serving.front.api.strict_json import NotSupported, StrictBody
 
 MAX_ITEMS = 16_384
+MAX_ID_CHARS = 512
 
 Json = dict[str, Any]
+ItemId = Annotated[
+    str, StringConstraints(min_length=1, max_length=MAX_ID_CHARS), AfterValidator(stays_in_a_path)
+]
+"""The id of an item: calls name it in their paths and queries."""
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -95,7 +116,7 @@ class MessageItem(StrictBody):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
-    id: NonEmptyText | None = None
+    id: ItemId | None = None
     status: ItemStatus | None = None
     phase: Annotated[
         Literal["commentary", "final_answer"] | None, Field(description="This field has no effect.")
@@ -116,7 +137,7 @@ class CallItem(StrictBody):
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
-    id: NonEmptyText | None = None
+    id: ItemId | None = None
     call_id: NonEmptyText
     name: NonEmptyText
     namespace: NonEmptyText | None = None
@@ -160,7 +181,7 @@ class CallOutput(StrictBody):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: NonEmptyText
     output: Output
-    id: NonEmptyText | None = None
+    id: ItemId | None = None
     status: ItemStatus | None = None
     name: str | None = Field(None, description="The tool's name. It has no effect: the call has it, too.")
     namespace: str | None = None
@@ -193,7 +214,7 @@ class Reasoning(StrictBody):
     item has no effect."""
 
     type: Literal["reasoning"]
-    id: NonEmptyText | None = None
+    id: ItemId | None = None
     summary: Annotated[list[SummaryText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     encrypted_content: str | None = None
