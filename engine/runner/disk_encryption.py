@@ -29,8 +29,13 @@ class Encrypted:
 
     def read(self, file: BinaryIO, data: memoryview, mark: Mark) -> bool:
         assert isinstance(mark, bytes)
+        stored = file.read(len(data) + TAG_BYTES)
+        if (
+            len(stored) < len(data) + TAG_BYTES
+        ):  # of which decrypt_into would say that `data` has the wrong size
+            return False
         try:
-            self._key.decrypt_into(mark, file.read(len(data) + TAG_BYTES), None, data)
+            self._key.decrypt_into(mark, stored, None, data)
         except InvalidTag:
             return False
         return True

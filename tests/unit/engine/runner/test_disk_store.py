@@ -84,13 +84,17 @@ def shorten(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 1)
 
 
+def cut_within_the_first_tensor(file: Path) -> None:
+    os.truncate(file, 100)
+
+
 def flip_a_bit(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[200] ^= 1
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", [shorten, flip_a_bit, Path.unlink])
+@pytest.mark.parametrize("damage", [shorten, cut_within_the_first_tensor, flip_a_bit, Path.unlink])
 def test_a_file_that_is_not_what_was_written_is_an_error(
     store: DiskStore, damage: Callable[[Path], None]
 ) -> None:
