@@ -43,13 +43,15 @@ def _of_an_object(schema: JsonSchema) -> JsonSchema:
 ObjectSchema = Annotated[JsonSchema, AfterValidator(_of_an_object)]
 
 
-def _served_kind(kind: Any) -> Any:
-    """A word that is no type of a tool here is refused by name: `function` is not the only one that is served."""
-    return refused_kind(kind) if isinstance(kind, str) and kind != "function" else kind
+def _or_refused(served: str) -> BeforeValidator:
+    """For the type of a union's member as which unknown types are validated. These are refused by name: the union
+    serves others than this member's."""
+    return BeforeValidator(
+        lambda kind: refused_kind(kind) if isinstance(kind, str) and kind != served else kind
+    )
 
 
-FunctionKind = Annotated[Literal["function"], BeforeValidator(_served_kind)]
-"""The type of what is a function, or of an unknown type."""
+FunctionKind = Annotated[Literal["function"], _or_refused("function")]
 
 
 class Function(StrictBody):
@@ -86,7 +88,7 @@ class Grammar(StrictBody):
 
 
 class AnyText(StrictBody):
-    type: Literal["text"]
+    type: Annotated[Literal["text"], _or_refused("text")]
 
 
 class TextOfGrammar(StrictBody):

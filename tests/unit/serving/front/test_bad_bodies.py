@@ -26,6 +26,7 @@ GENERATE = "/generate"
 OPEN = "/open_session"
 HELLO = {"role": "user", "content": "hi"}
 HUGE = 10**30
+SEARCHED = {"type": "custom", "custom": {"name": "f", "format": {"type": "web_search"}}}
 CALL_OF_SEARCH = {"role": "assistant", "tool_calls": [{"id": "c", "type": "web_search"}]}
 FORMAT_SCHEMA = "response_format.json_schema.schema"
 GENERATE_SCHEMA = "sampling_params.json_schema"
@@ -297,6 +298,7 @@ async def test_an_encoded_body_is_refused_by_its_encoding(path: str) -> None:
         ("tools[0].type", {"tools": [{"type": "web_search", "size": 1}]}),
         ("tool_choice.type", {"tool_choice": {"type": "web_search"}}),
         ("messages[0].tool_calls[0].type", {"messages": [CALL_OF_SEARCH]}),
+        ("tools[0].custom.format.type", {"tools": [SEARCHED]}),
     ],
 )
 async def test_an_unknown_type_of_tool_is_refused_by_its_name(field: str, body: dict[str, Any]) -> None:
