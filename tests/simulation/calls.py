@@ -23,6 +23,7 @@ REPEATED = frozenset(
     for method in (
         "commit_turns",
         "offer_session",
+        "move_session",
         "report_unreachable",
         "deregister_replica",
         "resolve",

@@ -55,6 +55,9 @@ class Faults:
                 return self._retire(fault)
             case "drain":
                 return self._drain(fault)
+            case "move":
+                self._operator.move(fault.who, fault.amount)
+                return _nothing
             case "disk":
                 return self._disk_fails(fault)
             case "freeze":

@@ -6,17 +6,28 @@ A session leaves its replica only for a reason. It never goes to a replica that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tests.simulation.expectations import Expectations
 from tests.simulation.records import UNKNOWN, Life, LogListener
 from tests.simulation.truth import Truth
 
 
 class Placements(LogListener):
-    """Checks every opening and move of a session. `evens_out`: sessions may move to less busy replicas."""
+    """Checks every opening and move of a session. `asked_for` tells whether an operator has asked for a session to be
+    moved to a replica. `evens_out`: sessions may move to less busy replicas."""
 
-    def __init__(self, expectations: Expectations, truth: Truth, *, evens_out: bool) -> None:
+    def __init__(
+        self,
+        expectations: Expectations,
+        truth: Truth,
+        asked_for: Callable[[str, str], bool],
+        *,
+        evens_out: bool,
+    ) -> None:
         self._expectations = expectations
         self._truth = truth
+        self._asked_for = asked_for
         self._evens_out = evens_out
         self._owners: dict[str, str] = {}
         self._parents: dict[str, str | None] = {}
@@ -35,7 +46,8 @@ class Placements(LogListener):
         if self._joins_parent(life, replica_id):
             return
         owner = self._expectations.replica(former)
-        if owner is not None and not self._evens_out and not self._expectations.may_be_gone(owner):
+        asked = self._evens_out or self._asked_for(session_id, replica_id)
+        if owner is not None and not asked and not self._expectations.may_be_gone(owner):
             self._truth.wrong(f"{session_id} was moved from {former} to {replica_id}, with no cause")
         self._check_taker(session_id, replica_id)
 

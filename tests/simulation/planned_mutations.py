@@ -15,6 +15,9 @@ from controllers.replicas import ReplicaDirectory
 from serving.front.replica_calls import ReplicaCalls
 from serving.front.replica_gone import ReplicaGone
 from serving.replica.drain import ReplicaDrain
+from serving.replica.ordered_moves import OrderedMoves
+from serving.wire.calls import MoveSession
+from serving.wire.turns import MovedSession
 
 Patches = list[Any]
 
@@ -97,6 +100,16 @@ def _drain_ends_early() -> Patches:
     return [patch.object(ReplicaDrain, "end_if_empty", end_at_once)]
 
 
+def _moves_do_not_wait() -> Patches:
+    """A session is moved by hand although it has a turn."""
+
+    async def move(self: OrderedMoves, order: MoveSession) -> MovedSession:
+        owner = await self._controller.move_session(order.session_id, order.epoch, self._replica_id, order.to)
+        return MovedSession(self._replica_id, owner.replica_id, owner.epoch)
+
+    return [patch.object(OrderedMoves, "_move", move)]
+
+
 PLANNED_MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyType(
     {
         "a draining replica's heartbeat makes it live again (point 3)": _heartbeats_end_retirement,
@@ -106,5 +119,6 @@ PLANNED_MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyTy
         "sessions are handed over to the one that drains (point 3)": _handed_over_to_anybody,
         "a replica that drains registers as a new one (point 3)": _drained_comes_back,
         "a replica that drains ends while it has turns (point 3)": _drain_ends_early,
+        "a move by hand does not wait for turns": _moves_do_not_wait,
     }
 )

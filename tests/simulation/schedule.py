@@ -72,6 +72,9 @@ PLANNED = {
     "disk fails": 1,
 }
 """The same for runs in which processes end only as planned. Clients notice nothing of these faults."""
+MOVE = "move session"
+MOVE_SHARE = 0.3
+"""Share of the schedules in which an operator moves sessions by hand. Clients notice nothing of it."""
 MAY_CUT_STREAMS = frozenset({"freeze controller", "stall engine", "repeats"})
 """Kinds of PLANNED after which a turn may outlast the time that its replica has to end it, or may be told to go on
 elsewhere."""
@@ -182,6 +185,9 @@ def make_schedule(seed: int, turns: int = 20) -> Schedule:
     redis = random.random() < REDIS_SHARE
     if redis:
         wrong += [_fault(random, REDIS_FAULTS, end_s) for _ in range(random.choice((0, 1, 2, 3)))]
+    random = Random(f"moves {seed}")
+    if random.random() < MOVE_SHARE:
+        wrong += [_fault(random, {MOVE: 1}, end_s) for _ in range(random.choice((2, 5, 10)))]
     return Schedule(
         seed,
         (*settings, ("log", "redis" if redis else "sqlite")),

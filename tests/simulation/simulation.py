@@ -26,7 +26,7 @@ from tests.simulation.network import Network, Party
 from tests.simulation.operators import Operator
 from tests.simulation.parties import Cluster
 from tests.simulation.placements import Placements
-from tests.simulation.schedule import MAY_CUT_STREAMS, PLANNED, Schedule
+from tests.simulation.schedule import MAY_CUT_STREAMS, MOVE, PLANNED, Schedule
 from tests.simulation.troubles import Troubles
 from tests.simulation.truth import Truth
 from tests.simulation.views import DetectorWatch, takeovers, wrong_views
@@ -78,17 +78,19 @@ class Simulation:
         args = _args(schedule.settings)
         tiers = settings["host_pages"], settings["disk_pages"]
         self.cluster = Cluster(self.world, random, args, network, self._log, tiers, settings["slowness"])
-        kinds = {fault.kind for fault in schedule.faults}
+        kinds = {fault.kind for fault in schedule.faults} - {MOVE}
         self._planned = kinds <= set(PLANNED)
         self._no_stream_is_cut = kinds <= set(PLANNED) - MAY_CUT_STREAMS
         limit = min(CONTEXT_LEN, settings["num_pages"] * PAGE_SIZE)
         self.clients = Clients(self.cluster, self.store, self.truth, random, limit, undisturbed=self._planned)
         troubles = Troubles(self.world.clock)
-        self.operator = Operator(self.cluster, self.truth)
+        self.operator = Operator(self.cluster, self.store, self.truth)
         self.faults = Faults(self.cluster, self._log, self.operator, troubles)
         expectations = Expectations(self.cluster, troubles)
         self.watch = DetectorWatch(self.cluster, expectations, self.truth)
-        placements = Placements(expectations, self.truth, evens_out=settings["rebalancing"])
+        placements = Placements(
+            expectations, self.truth, self.operator.asked_to_move, evens_out=settings["rebalancing"]
+        )
         self.store.listeners += [self.truth, placements]
 
     def play(self) -> Outcome:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 
 from serving.front.api.service import TurnService
-from serving.wire.turns import ErrorInfo, ForkedSession, ServiceError, TurnCall, TurnEvent
+from serving.wire.turns import ErrorInfo, ForkedSession, MovedSession, ServiceError, TurnCall, TurnEvent
 
 
 class Web:
@@ -48,6 +48,12 @@ class Web:
     async def close(self, session_id: str) -> bool | ErrorInfo:
         try:
             return await self._service.close_session(session_id, tenant="")
+        except ServiceError as error:
+            return error.info
+
+    async def move(self, session_id: str, to: str | None) -> MovedSession | ErrorInfo:
+        try:
+            return await self._service.move_session(session_id, to, tenant="")
         except ServiceError as error:
             return error.info
 
