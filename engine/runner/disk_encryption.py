@@ -30,10 +30,8 @@ class Encrypted:
     def read(self, file: BinaryIO, data: memoryview, mark: Mark) -> bool:
         assert isinstance(mark, bytes)
         stored = file.read(len(data) + TAG_BYTES)
-        if (
-            len(stored) < len(data) + TAG_BYTES
-        ):  # of which decrypt_into would say that `data` has the wrong size
-            return False
+        if len(stored) < len(data) + TAG_BYTES:
+            return False  # decrypt_into would say that `data` has the wrong size
         try:
             self._key.decrypt_into(mark, stored, None, data)
         except InvalidTag:
