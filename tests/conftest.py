@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -21,17 +20,6 @@ def pytest_configure() -> None:
     a shell starts background jobs with SIGINT ignored, and children would inherit that."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-COMPUTING = ("parity", "property", "simulation", "unit/cache", "unit/engine")
-"""Folders whose tests only compute."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    folders = [Path(__file__).parent / name for name in COMPUTING]
-    for item in items:
-        if any(folder in item.path.parents for folder in folders):
-            item.add_marker(pytest.mark.computes)
 
 
 EXPLAINED_SKIPS = MappingProxyType(
