@@ -1,8 +1,10 @@
-"""An operator who runs `kedge drain` and `kedge move`. A drain empties a replica, and Serve then replaces it."""
+"""An operator who runs `kedge drain` and `kedge sessions move`. A drain empties a replica; Serve then replaces it."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -71,13 +73,10 @@ class Operator:
                 return
             call = Call(self._cluster.network, self._party, "web.move", (session_id, to))
             call.send(self._cluster.random.choice(self._cluster.serve.ingresses))
-            try:
-                async with asyncio.timeout(LONGEST_ANSWER_S):
-                    answer: MovedSession | ErrorInfo = await call
-            except RayActorError:
-                return
-            except (RayTaskError, TimeoutError) as error:
-                self._truth.wrong(f"move of {session_id} to {to}: {error!r}")
+            answer: MovedSession | ErrorInfo | None = None
+            async with self._asking(f"move of {session_id} to {to}"):
+                answer = await call
+            if answer is None:
                 return
             if isinstance(answer, MovedSession):
                 if to not in (None, answer.replica_id):
@@ -90,16 +89,21 @@ class Operator:
             await asyncio.sleep(MOVE_PAUSE_S)
 
     async def _hear(self, call: Call, replica: Party) -> None:
+        async with self._asking(f"drain of {replica.name}"):
+            refusal: ErrorInfo | None = await call
+            if refusal is None:
+                self.drained.append(replica)
+                replica.goes_since_s = self._cluster.world.now_s
+            elif refusal.code not in REFUSALS:
+                self._truth.wrong(f"drain of {replica.name}: {refusal}")
+
+    @asynccontextmanager
+    async def _asking(self, what: str) -> AsyncIterator[None]:
+        """Within it an answer is awaited. It ends without one if the ingress dies; anything else is wrong."""
         try:
             async with asyncio.timeout(LONGEST_ANSWER_S):
-                refusal: ErrorInfo | None = await call
+                yield
         except RayActorError:
-            return
+            pass
         except (RayTaskError, TimeoutError) as error:
-            self._truth.wrong(f"drain of {replica.name}: {error!r}")
-            return
-        if refusal is None:
-            self.drained.append(replica)
-            replica.goes_since_s = self._cluster.world.now_s
-        elif refusal.code not in REFUSALS:
-            self._truth.wrong(f"drain of {replica.name}: {refusal}")
+            self._truth.wrong(f"{what}: {error!r}")
