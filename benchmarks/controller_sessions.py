@@ -57,8 +57,8 @@ class Subject:
     def __init__(self, folder: str, sessions: int) -> None:
         from controllers import records
         from controllers.cluster import Cluster
+        from controllers.session_log.sqlite_store import SqliteSessionStore
         from controllers.settings import ClusterSettings
-        from controllers.sqlite_store import SqliteSessionStore
 
         self._records = records
         self._sessions = sessions

@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from controllers.cluster import Cluster
-from controllers.log_cipher import KEY_BYTES, LogCipher
+from controllers.session_log.log_cipher import KEY_BYTES, LogCipher
+from controllers.session_log.sqlite_store import SqliteSessionStore
 from controllers.settings import ClusterSettings
-from controllers.sqlite_store import SqliteSessionStore
 from serving.front.api.keys import API_KEYS, KeyRing
 from serving.front.http import NO_KEYS, create_http_app
 from serving.replica.tenant_load import TenantLoad

@@ -42,11 +42,11 @@ from controllers.replicas import ReplicaDirectory, ReplicaState
 from controllers.session_claims import SessionClaims
 from controllers.session_ends import SessionEnds
 from controllers.session_keys import named, session_key
+from controllers.session_log.store import SessionStore
 from controllers.session_notes import SessionNotes
 from controllers.session_openings import SessionOpenings
 from controllers.session_reports import ReportReader
 from controllers.settings import ClusterSettings
-from controllers.store import SessionStore
 
 _OPEN_KEY_BYTES = 16
 _TOUCH_LOG_AFTER_S = 30.0

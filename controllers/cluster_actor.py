@@ -43,8 +43,8 @@ from controllers.records import (
     TurnNote,
     TurnRecord,
 )
+from controllers.session_log.store import SessionStore
 from controllers.settings import ClusterSettings, Deployment, LogSettings
-from controllers.store import SessionStore
 from controllers.wire_record import FIRST_VERSION, WIRE_VERSION
 
 

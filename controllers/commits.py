@@ -10,7 +10,7 @@ from controllers.errors import ControllerError, StoreError
 from controllers.ownership import OwnershipLedger
 from controllers.records import TurnRecord
 from controllers.session_claims import SessionClaims
-from controllers.store import SessionStore
+from controllers.session_log.store import SessionStore
 
 
 class Commits:

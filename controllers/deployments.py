@@ -12,6 +12,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from controllers.errors import SettingsRefused, StoreError
+from controllers.session_log.store import SessionStore
 from controllers.settings import (
     ClusterSettings,
     Deployment,
@@ -20,7 +21,6 @@ from controllers.settings import (
     RedisLogSettings,
     SqliteLogSettings,
 )
-from controllers.store import SessionStore
 
 KEPT_IDS = 64
 """How many of the latest deployments are remembered."""

@@ -15,9 +15,9 @@ from controllers.errors import (
     TurnInFlight,
 )
 from controllers.history_chain import HistoryChain
-from controllers.kept_answers import lost
 from controllers.records import TREE_KEY, Checkpoint, StoredResult
 from controllers.session_keys import named
+from controllers.session_log.kept_answers import lost
 from controllers.turns import Fork, Replay, Turn
 
 

@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from controllers.log_cipher import LogCipher
-from controllers.log_rules import check_shards
+from controllers.session_log.log_cipher import LogCipher
+from controllers.session_log.log_rules import check_shards
+from controllers.session_log.sqlite_store import SqliteSessionStore
+from controllers.session_log.store import SessionStore
 from controllers.settings import LOG_KEYS, LogSettings, RedisLogSettings, SqliteLogSettings
-from controllers.sqlite_store import SqliteSessionStore
-from controllers.store import SessionStore
 
 _OF_SHARDS = re.compile(r"-\d+-of-(\d+)")
 OPEN_PATIENCE_S = 10.0
@@ -35,7 +35,9 @@ def open_store(log: LogSettings, cluster: str, clock: Callable[[], float]) -> Se
     `clock` returns Unix time in seconds. The keys of an encrypted log are in the environment. Raises StoreError."""
     cipher = LogCipher.parse(os.environ.get(LOG_KEYS, ""), encrypts=log.encrypted)
     if isinstance(log, RedisLogSettings):
-        from controllers.redis_store import RedisSessionStore  # here, so that others do not load redis
+        from controllers.session_log.redis_store import (
+            RedisSessionStore,  # here, so that others do not load redis
+        )
 
         return RedisSessionStore(log, cluster, clock=clock, open_patience_s=OPEN_PATIENCE_S, cipher=cipher)
     refuse_other_shards(log)

@@ -32,7 +32,6 @@ from controllers.held_session import (
     tools_error,
 )
 from controllers.history_chain import ChainMaker, HistoryChain
-from controllers.kept_answers import kept_of, outdated
 from controllers.records import (
     COUNTED_KEY,
     Checkpoint,
@@ -43,6 +42,7 @@ from controllers.records import (
 from controllers.retention import idle_timeout_s
 from controllers.served_model import ServedModel
 from controllers.session_keys import named
+from controllers.session_log.kept_answers import kept_of, outdated
 from controllers.tokens import encode_tokens, unpack_tokens
 from controllers.turns import Fork, Replay, Turn
 

@@ -17,7 +17,7 @@ from controllers.errors import SessionNotFound, SessionTakenOver, StaleEpoch
 from controllers.ownership import OwnershipLedger
 from controllers.records import LedgerEntry, SessionRecord
 from controllers.session_keys import named, tenant_in
-from controllers.store import SessionStore
+from controllers.session_log.store import SessionStore
 
 ABANDONED_GRACE_S = 60.0
 """A session of a cluster that is gone ends this long after its timeout: the clocks of the two clusters may differ."""

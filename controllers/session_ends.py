@@ -14,8 +14,8 @@ from controllers.records import LedgerEntry
 from controllers.replicas import ReplicaDirectory
 from controllers.session_claims import SessionClaims
 from controllers.session_keys import named
+from controllers.session_log.store import SessionStore
 from controllers.session_reports import ReportReader
-from controllers.store import SessionStore
 
 logger = logging.getLogger(__name__)
 

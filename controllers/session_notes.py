@@ -7,7 +7,7 @@ from controllers.ownership import OwnershipLedger
 from controllers.records import TurnNote
 from controllers.session_claims import SessionClaims
 from controllers.session_keys import session_key
-from controllers.store import SessionStore
+from controllers.session_log.store import SessionStore
 
 PAGE_BYTES = 2**20
 """The most bytes of notes in one answer: the controller does nothing else while it makes one."""

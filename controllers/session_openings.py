@@ -8,17 +8,17 @@ from dataclasses import replace
 from controllers.admission import admit_session, admit_timeout, admit_to_tenant
 from controllers.cluster_stats import ClusterStats
 from controllers.cluster_watch import ClusterWatch
-from controllers.log_rules import check_fork
 from controllers.ownership import OwnershipLedger
 from controllers.records import ForkedHistory, ForkOrder, LedgerEntry, SessionRecord
 from controllers.replicas import ReplicaDirectory
 from controllers.session_claims import SessionClaims
 from controllers.session_ends import SessionEnds
 from controllers.session_keys import id_in
+from controllers.session_log.log_rules import check_fork
+from controllers.session_log.store import SessionStore
+from controllers.session_log.turn_notes import inherited
 from controllers.settings import ClusterSettings
-from controllers.store import SessionStore
 from controllers.tokens import TOKEN_BYTES
-from controllers.turn_notes import inherited
 
 FIRST_EPOCH = 1
 

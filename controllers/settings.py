@@ -38,7 +38,7 @@ class RebalancingSettings:
 class SqliteLogSettings:
     """The session log's file on the head node; with several `shards`, that of one `shard`, beside the others. With
     `full_sync` every commit survives a loss of power, not only of the process, at the price of a disk flush per commit.
-    `encrypted`: see controllers/log_cipher.py."""
+    `encrypted`: see controllers/session_log/log_cipher.py."""
 
     path: str
     full_sync: bool = False

@@ -18,9 +18,9 @@ from msgspec.structs import replace
 
 from controllers.errors import ControllerError, NoReplica, SessionNotFound, SessionTakenOver, StoreError
 from controllers.histogram import Measure
-from controllers.kept_answers import CALL_KEY
 from controllers.records import TREE_KEY, ForkOrder, LedgerEntry, TurnNote
 from controllers.session_keys import id_in, session_key
+from controllers.session_log.kept_answers import CALL_KEY
 from serving.background import BackgroundTasks
 from serving.front.api.service import WatchedItem
 from serving.front.cluster_watch import SharedWatch

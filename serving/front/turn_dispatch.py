@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from controllers.errors import ControllerError, ModelChanged, NoReplica, StoreError
-from controllers.kept_answers import CALL_KEY
 from controllers.records import COUNTED_KEY, TREE_KEY, Assignment
 from controllers.session_keys import named, new_session_id, tenant_in
+from controllers.session_log.kept_answers import CALL_KEY
 from serving.front.dispatched_turn import ABORT_TIMEOUT_S, DispatchedTurn, TurnAborted
 from serving.front.known_places import NOWHERE, KnownPlaces
 from serving.front.ownership_cache import Owner, OwnershipCache

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import yaml
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
-from controllers.redis_url import check_redis_url
+from controllers.session_log.redis_url import check_redis_url
 from controllers.settings import (
     REDIS_PASSWORD,
     ClusterSettings,

@@ -23,8 +23,12 @@ API_FOLDER = "serving/front/api/"
 SHARED_BY_PROTOCOLS = "answers"
 """The one folder there that is no protocol."""
 PUTS_PROTOCOLS_TOGETHER = {"serving/front/http.py", "serving/front/ingress.py"}
-REDIS_FILES = ("controllers/redis_connection.py", "controllers/redis_log.py")
-CIPHER_FILES = {"controllers/log_cipher.py"}
+REDIS_FILES = ("controllers/session_log/redis_connection.py", "controllers/session_log/redis_log.py")
+SESSION_LOG = "controllers/session_log/"
+BELOW_THE_SESSION_LOG = {
+    f"controllers.{name}" for name in ("errors", "records", "session_keys", "settings", "tokens")
+}
+CIPHER_FILES = {"controllers/session_log/log_cipher.py"}
 CUDA_FILES = {"engine/device.py", "engine/runner/graphs.py"}
 HTTP_LIBRARIES = {"fastapi", "starlette", "httpx", "uvicorn", "aiohttp"}
 
@@ -59,6 +63,15 @@ def test_protocols_import_no_other_protocol() -> None:
             assert imported <= {source.name.split("/")[3]}, source.name
         else:
             assert not imported or source.name in PUTS_PROTOCOLS_TOGETHER, source.name
+
+
+def test_the_session_log_knows_records_and_rules_only() -> None:
+    """It stores what it is told. Who owns a session and which replicas there are is decided above it."""
+    for source in sources("controllers"):
+        if source.name.startswith(SESSION_LOG):
+            imported = {name for name in source.imports() if name.startswith("controllers.")}
+            elsewhere = {name for name in imported if not name.startswith(SESSION_LOG.replace("/", "."))}
+            assert elsewhere <= BELOW_THE_SESSION_LOG, source.name
 
 
 def test_cache_and_controllers_need_no_library_but_numpy() -> None:

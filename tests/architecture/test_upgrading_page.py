@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from source_tree import ROOT
 
-from controllers import redis_log, sqlite_schema
+from controllers.session_log import redis_log, sqlite_schema
 from controllers.settings import SqliteLogSettings
 from controllers.wire_record import WIRE_VERSION
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 from msgspec import structs
 
 import controllers.cluster
-import controllers.sqlite_store
+import controllers.session_log.sqlite_store
 import serving.front.turn_dispatch
 import serving.replica.turn_runner
 from controllers.cluster import Cluster
@@ -39,7 +39,7 @@ def _moves_keep_the_epoch() -> Patches:
     return [
         patch.object(Cluster, "_move_to", move_to),
         patch.object(
-            controllers.sqlite_store,
+            controllers.session_log.sqlite_store,
             "changes_owner",
             lambda entry, replica_id, _epoch: entry.replica_id != replica_id,
         ),
@@ -85,7 +85,7 @@ def _repetitions_are_new_turns() -> Patches:
     def adds_turn(entry: LedgerEntry, record: TurnRecord, _is_last: Callable[[], bool]) -> bool:
         return record.epoch == entry.epoch
 
-    real = controllers.sqlite_store.SqliteSessionStore.append_turns
+    real = controllers.session_log.sqlite_store.SqliteSessionStore.append_turns
 
     def append_turns(self: Any, records: Sequence[TurnRecord]) -> Any:
         outcomes: list[Any] = []
@@ -96,8 +96,8 @@ def _repetitions_are_new_turns() -> Patches:
         return outcomes
 
     return [
-        patch.object(controllers.sqlite_store, "adds_turn", adds_turn),
-        patch.object(controllers.sqlite_store.SqliteSessionStore, "append_turns", append_turns),
+        patch.object(controllers.session_log.sqlite_store, "adds_turn", adds_turn),
+        patch.object(controllers.session_log.sqlite_store.SqliteSessionStore, "append_turns", append_turns),
     ]
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from controllers.redis_connection import connect_redis
-from controllers.redis_store import RedisSessionStore
+from controllers.session_log.redis_connection import connect_redis
+from controllers.session_log.redis_store import RedisSessionStore
+from controllers.session_log.sqlite_store import SqliteSessionStore
+from controllers.session_log.store import SessionStore
 from controllers.settings import RedisLogSettings
-from controllers.sqlite_store import SqliteSessionStore
-from controllers.store import SessionStore
 from controllers.tokens import unpack_tokens
 from tests.simulation.blocking import BlockingLoop
 from tests.simulation.loop import PartyLoop, World

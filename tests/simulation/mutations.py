@@ -19,8 +19,8 @@ from unittest.mock import patch
 from msgspec import structs
 
 import controllers.session
-import controllers.sqlite_answers
-import controllers.sqlite_store
+import controllers.session_log.sqlite_answers
+import controllers.session_log.sqlite_store
 from cache.history import History
 from controllers.cluster import Cluster
 from controllers.commits import Commits
@@ -109,14 +109,14 @@ def _ledger_fences_nothing() -> Patches:
     def fence(self: OwnershipLedger, session_id: str, _epoch: int, _replica_id: str | None = None) -> Any:
         return self.get(session_id)
 
-    real = controllers.sqlite_store.SqliteSessionStore.append_turns
+    real = controllers.session_log.sqlite_store.SqliteSessionStore.append_turns
 
     def append_turns(self: Any, records: Sequence[TurnRecord]) -> Any:
         return [outcome for record in records for outcome in real(self, [_next_turn(record, self.find)])]
 
     return [
         patch.object(OwnershipLedger, "fence", fence),
-        patch.object(controllers.sqlite_store.SqliteSessionStore, "append_turns", append_turns),
+        patch.object(controllers.session_log.sqlite_store.SqliteSessionStore, "append_turns", append_turns),
         patch.object(Commits, "commit", _commit_anywhere(Commits.commit)),
     ]
 
@@ -137,7 +137,7 @@ def _next_turn(record: TurnRecord, find: Callable[[str], LedgerEntry]) -> TurnRe
 
 def _log_fences_nothing() -> Patches:
     """The log takes a turn of any epoch at any place, so a former owner overwrites later turns."""
-    real = controllers.sqlite_store.adds_turn
+    real = controllers.session_log.sqlite_store.adds_turn
 
     def adds_turn(entry: Any, record: TurnRecord, is_last: Callable[[], bool]) -> bool:
         if record.turn_index < entry.turns:
@@ -148,7 +148,7 @@ def _log_fences_nothing() -> Patches:
         return self.get(session_id)
 
     return [
-        patch.object(controllers.sqlite_store, "adds_turn", adds_turn),
+        patch.object(controllers.session_log.sqlite_store, "adds_turn", adds_turn),
         patch.object(OwnershipLedger, "fence", fence),
     ]
 
@@ -175,7 +175,7 @@ def _keys_are_not_looked_up() -> Patches:
 
     return [
         patch.object(SessionController, "begin_turn", begin_turn),
-        patch.object(controllers.sqlite_answers, "check_key", lambda *_: None),
+        patch.object(controllers.session_log.sqlite_answers, "check_key", lambda *_: None),
     ]
 
 
@@ -289,7 +289,7 @@ def _connections_say_held() -> Patches:
 
 def _epochs_begin_anew() -> Patches:
     """A session that is opened under the name of a closed one begins at the first epoch."""
-    return [patch.object(controllers.sqlite_store, "_epoch_floor", lambda _: 0)]
+    return [patch.object(controllers.session_log.sqlite_store, "_epoch_floor", lambda _: 0)]
 
 
 def _closes_that_wait_are_not_in_the_log() -> Patches:

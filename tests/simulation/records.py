@@ -11,7 +11,7 @@ from typing import Any
 
 from controllers.errors import ControllerError, StoreError
 from controllers.records import LedgerEntry, SessionRecord, TurnRecord
-from controllers.store import SessionStore
+from controllers.session_log.store import SessionStore
 from controllers.tokens import unpack_tokens
 
 

@@ -1,6 +1,6 @@
 """A Redis, as far as the session log uses one: keys in memory, commands one at a time, and scripts in real Lua.
 
-`tests/unit/controllers/test_redis_model.py` runs the same commands on this model and on a real Redis.
+`tests/unit/controllers/session_log/test_redis_model.py` runs the same commands on this model and on a real Redis.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from controllers.log_cipher import LogCipher
 from controllers.records import LedgerEntry
-from controllers.redis_histories import RedisHistories
-from controllers.redis_log import Command
+from controllers.session_log.log_cipher import LogCipher
+from controllers.session_log.redis_histories import RedisHistories
+from controllers.session_log.redis_log import Command
 from controllers.tokens import unpack_tokens
 from tests.simulation.network import Party
 from tests.simulation.records import UNKNOWN, Committed, Life, LogListener

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from controllers.kept_answers import KEPT_ANSWERS
+from controllers.session_log.kept_answers import KEPT_ANSWERS
 from tests.simulation.engine_loop import EOS_PROBABILITY, VOCAB_SIZE
 from tests.simulation.records import Committed, Life, LogListener
 from tests.unit.engine.null_runner import null_generate

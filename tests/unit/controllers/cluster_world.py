@@ -7,10 +7,10 @@ from pathlib import Path
 from manual_clock import ManualClock
 
 from controllers.cluster import Cluster
-from controllers.log_cipher import LogCipher
 from controllers.records import Assignment, HeartbeatReply, ReplicaStatus, SessionStatus
+from controllers.session_log.log_cipher import LogCipher
+from controllers.session_log.sqlite_store import SqliteSessionStore
 from controllers.settings import ClusterSettings
-from controllers.sqlite_store import SqliteSessionStore
 from tests.unit.controllers.reporting import HeldSessions
 
 SILENCE_S = 10.0

@@ -7,7 +7,7 @@ from dataclasses import replace
 from controllers.cluster import Cluster
 from controllers.commit_groups import Outcome
 from controllers.records import SessionRecord, TurnRecord
-from controllers.store import SessionStore
+from controllers.session_log.store import SessionStore
 from controllers.tokens import encode_tokens, unpack_tokens
 
 SESSION = SessionRecord("s", "", 1, "a", timeout_s=30.0, capacity_tokens=99, created_s=5.0, open_key="o")

@@ -14,8 +14,8 @@ from manual_clock import ManualClock
 from controllers.cluster_actor import ClusterController
 from controllers.errors import ControllerError, SessionNotFound, StaleEpoch, StoreError
 from controllers.records import ForkOrder, ReplicaStatus, TurnRecord
+from controllers.session_log.sqlite_store import SqliteSessionStore
 from controllers.settings import ClusterSettings, SqliteLogSettings
-from controllers.sqlite_store import SqliteSessionStore
 from controllers.tokens import encode_tokens, unpack_tokens
 from tests.unit.controllers.measured import measured
 

@@ -15,12 +15,12 @@ from store_turns import SESSION, append_turn, commit_turn, turn_of
 from controllers.cluster import Cluster
 from controllers.errors import SessionClosing, SessionNotFound, StaleEpoch
 from controllers.records import Assignment, ReplicaStatus, SessionRecord, SessionStatus
-from controllers.redis_store import RedisSessionStore
 from controllers.retention import CLOSING_TIMEOUT_S
 from controllers.session import SessionController
+from controllers.session_log.redis_store import RedisSessionStore
+from controllers.session_log.sqlite_store import SqliteSessionStore
+from controllers.session_log.store import SessionStore
 from controllers.settings import ClusterSettings
-from controllers.sqlite_store import SqliteSessionStore
-from controllers.store import SessionStore
 from controllers.turns import Replay, Turn
 from tests.unit.controllers.reporting import HeldSessions
 

@@ -12,8 +12,8 @@ import pytest
 from controllers.cluster import Cluster
 from controllers.errors import StoreError
 from controllers.records import ReplicaStatus, SessionReport, SessionStatus, TurnRecord
+from controllers.session_log.sqlite_store import SqliteSessionStore
 from controllers.settings import ClusterSettings
-from controllers.sqlite_store import SqliteSessionStore
 from serving.watch.definitions import DEFINITIONS
 from tests.unit.controllers.manual_clock import ManualClock
 

@@ -13,8 +13,8 @@ from store_turns import commit_turn
 from controllers.cluster import Cluster
 from controllers.errors import SessionNotFound, StaleEpoch, StoreError
 from controllers.records import HeartbeatReply, LedgerEntry, ReplicaStatus, SessionStatus, TurnRecord
+from controllers.session_log.sqlite_store import SqliteSessionStore
 from controllers.settings import ClusterSettings, RebalancingSettings
-from controllers.sqlite_store import SqliteSessionStore
 from controllers.tokens import encode_tokens, unpack_tokens
 from tests.unit.controllers.measured import measured
 from tests.unit.controllers.reporting import HeldSessions

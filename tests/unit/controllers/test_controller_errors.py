@@ -7,7 +7,7 @@ import pytest
 
 from controllers import errors
 from controllers.errors import ControllerError, InvalidRewind, Overloaded, StoreError
-from controllers.sqlite_store import SqliteSessionStore
+from controllers.session_log.sqlite_store import SqliteSessionStore
 
 
 def _subclasses(base: type[ControllerError]) -> list[type[ControllerError]]:

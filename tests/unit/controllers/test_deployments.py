@@ -17,6 +17,7 @@ from controllers.deployments import KEPT_IDS, Deployments
 from controllers.errors import Overloaded, SettingsRefused, StoreError
 from controllers.open_store import open_store
 from controllers.records import ReplicaStatus, SessionReport
+from controllers.session_log.store import SessionStore
 from controllers.settings import (
     ClusterSettings,
     Deployment,
@@ -25,7 +26,6 @@ from controllers.settings import (
     RedisLogSettings,
     SqliteLogSettings,
 )
-from controllers.store import SessionStore
 
 OLD = ClusterSettings(max_sessions=1, session_timeout_s=5.0, rebalancing=None)
 NEW = ClusterSettings(max_sessions=2, session_timeout_s=60.0, rebalancing=RebalancingSettings(5.0, 9.0))

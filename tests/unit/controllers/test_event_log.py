@@ -12,8 +12,8 @@ from controllers.cluster import Cluster
 from controllers.event_log import EventLog
 from controllers.recent_keys import RecentKeys
 from controllers.records import EVENT_KINDS, ClusterEvent, ForkOrder, ReplicaStatus
+from controllers.session_log.sqlite_store import SqliteSessionStore
 from controllers.settings import ClusterSettings
-from controllers.sqlite_store import SqliteSessionStore
 
 
 def kinds(events: tuple[ClusterEvent, ...]) -> list[tuple[Any, ...]]:

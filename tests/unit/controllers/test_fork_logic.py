@@ -26,8 +26,8 @@ from controllers.errors import (
 from controllers.ownership import TenantUse
 from controllers.records import ForkOrder, ReplicaStatus, SessionRecord, TurnRecord
 from controllers.session import SessionController
+from controllers.session_log.sqlite_store import SqliteSessionStore
 from controllers.settings import ClusterSettings
-from controllers.sqlite_store import SqliteSessionStore
 from controllers.tokens import encode_tokens, unpack_tokens
 from controllers.turns import Turn
 from tests.unit.controllers.measured import measured

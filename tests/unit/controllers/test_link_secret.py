@@ -16,10 +16,10 @@ from redis_server import RedisServer
 
 from controllers.cluster_actor import LINK_SECRET_BYTES, ClusterController
 from controllers.errors import StoreError
-from controllers.log_cipher import KEY_BYTES
 from controllers.open_store import open_store
+from controllers.session_log.log_cipher import KEY_BYTES
+from controllers.session_log.store import SessionStore
 from controllers.settings import LOG_KEYS, ClusterSettings, LogSettings, RedisLogSettings, SqliteLogSettings
-from controllers.store import SessionStore
 
 Create = Callable[[LogSettings, str], ClusterController]
 

@@ -16,8 +16,8 @@ from controllers.cluster import Cluster
 from controllers.ownership import OwnershipLedger
 from controllers.records import ForkOrder, LedgerEntry, ReplicaStatus, SessionRecord, SessionReport
 from controllers.session import SessionController
+from controllers.session_log.sqlite_store import SqliteSessionStore
 from controllers.settings import ClusterSettings
-from controllers.sqlite_store import SqliteSessionStore
 from controllers.turns import Turn
 
 IDLE_S = 50.0

@@ -9,7 +9,7 @@ import pytest
 
 from controllers.errors import StoreError
 from controllers.open_store import open_store
-from controllers.redis_store import RedisSessionStore
+from controllers.session_log.redis_store import RedisSessionStore
 from tests.unit.controllers.redis_server import CLUSTER, RedisServer
 
 AWAY_S = 1.0

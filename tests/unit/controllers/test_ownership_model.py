@@ -25,9 +25,9 @@ from controllers.cluster import Cluster
 from controllers.errors import NoReplica, SessionExists, SessionNotFound, StaleEpoch, TurnInFlight
 from controllers.records import Assignment, ForkOrder, HeartbeatReply, ReplicaStatus
 from controllers.session import SessionController
+from controllers.session_log.sqlite_store import SqliteSessionStore
 from controllers.session_reports import ReportWriter
 from controllers.settings import ClusterSettings, RebalancingSettings
-from controllers.sqlite_store import SqliteSessionStore
 from controllers.tokens import unpack_tokens
 from controllers.turns import Replay, Turn
 from tests.unit.controllers.reporting import heartbeat

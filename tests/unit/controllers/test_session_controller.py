@@ -18,9 +18,9 @@ from controllers.errors import (
     TurnInFlight,
     TurnNotInFlight,
 )
-from controllers.kept_answers import KEPT_ANSWERS
 from controllers.records import COUNTED_KEY, SessionRecord, StoredResult, TurnRecord
 from controllers.session import TRIED_AGAIN_WITHIN_S, SessionController
+from controllers.session_log.kept_answers import KEPT_ANSWERS
 from controllers.tokens import encode_tokens, unpack_tokens
 from controllers.turns import Replay, Turn
 

@@ -8,8 +8,8 @@ from store_turns import commit_turn, turn_of
 
 from controllers import session_ends
 from controllers.errors import StoreError
-from controllers.log_cipher import KEY_BYTES, LogCipher
 from controllers.records import ForkOrder, SessionStatus
+from controllers.session_log.log_cipher import KEY_BYTES, LogCipher
 
 
 def test_expiry_of_sessions_whose_owner_is_gone(world: World) -> None:

@@ -26,9 +26,9 @@ from controllers.records import (
     SessionStatus,
 )
 from controllers.session import SessionController
+from controllers.session_log.sqlite_store import SqliteSessionStore
 from controllers.session_reports import ReportWriter
 from controllers.settings import ClusterSettings
-from controllers.sqlite_store import SqliteSessionStore
 from controllers.turns import Turn
 
 IDLE_S = 50.0

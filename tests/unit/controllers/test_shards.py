@@ -15,6 +15,7 @@ from controllers.errors import SettingsRefused, StoreError
 from controllers.open_store import open_store
 from controllers.rebalancing import AVERAGED_S, Rebalancing
 from controllers.records import Checkpoint, TurnNote
+from controllers.session_log.store import SessionStore
 from controllers.settings import (
     ClusterSettings,
     Deployment,
@@ -22,7 +23,6 @@ from controllers.settings import (
     RebalancingSettings,
 )
 from controllers.shards import deployment_of_shard, shard_name, shard_of
-from controllers.store import SessionStore
 from controllers.tokens import encode_tokens
 
 OTHER_NUMBERS = [(1, 3), (3, 1), (2, 3)]

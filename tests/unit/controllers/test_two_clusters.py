@@ -16,8 +16,8 @@ from two_clusters import IDLE_S, SILENCE_S, Side, next_turn
 
 from controllers.errors import SessionExists, SessionNotFound, SessionTakenOver, StaleEpoch, StoreError
 from controllers.records import Assignment, ForkOrder, ReplicaStatus, SessionRecord, SessionStatus
-from controllers.redis_log import RedisLog
 from controllers.session_claims import ABANDONED_GRACE_S
+from controllers.session_log.redis_log import RedisLog
 from controllers.tokens import unpack_tokens
 from tests.unit.controllers.measured import measured
 

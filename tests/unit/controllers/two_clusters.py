@@ -16,7 +16,7 @@ from controllers.records import (
     SessionStatus,
     TurnRecord,
 )
-from controllers.redis_store import RedisSessionStore
+from controllers.session_log.redis_store import RedisSessionStore
 from controllers.settings import ClusterSettings
 from controllers.tokens import encode_tokens
 from tests.unit.controllers.reporting import HeldSessions

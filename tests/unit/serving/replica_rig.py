@@ -21,8 +21,8 @@ from controllers.cluster import Cluster
 from controllers.errors import StoreError
 from controllers.records import TurnRecord
 from controllers.served_model import ServedModel
+from controllers.session_log.sqlite_store import SqliteSessionStore
 from controllers.settings import ClusterSettings
-from controllers.sqlite_store import SqliteSessionStore
 from engine.api import Engine, SamplingParams
 from engine.assembly import assemble_engine
 from engine.settings import CacheSettings, SchedulerSettings, SpeculationSettings

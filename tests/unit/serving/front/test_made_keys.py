@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from controllers.kept_answers import CALL_KEY, is_clients
 from controllers.records import COUNTED_KEY
+from controllers.session_log.kept_answers import CALL_KEY, is_clients
 from engine.api import SamplingParams
 from serving.front.turn_dispatch import _with_key
 from serving.wire.turns import SessionTurn, TokenPrompt, TurnCall

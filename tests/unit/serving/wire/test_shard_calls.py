@@ -20,7 +20,7 @@ from serving.wire.shard_calls import ShardCalls
 
 REASON = "cannot open session log /var/sessions.sqlite3: disk is full"
 TRACEBACK = f"""Traceback (most recent call last):
-  File "/srv/kedge/controllers/sqlite_schema.py", line 82, in open_session_log
+  File "/srv/kedge/controllers/session_log/sqlite_schema.py", line 82, in open_session_log
 controllers.errors.StoreError: {REASON}
 """
 

@@ -11,7 +11,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from controllers.redis_url import sentinel_address
+from controllers.session_log.redis_url import sentinel_address
 from controllers.settings import REDIS_PASSWORD, REDIS_SENTINEL_PASSWORD, RedisLogSettings
 
 Connect = Callable[[RedisLogSettings, float], redis.Redis]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from controllers.errors import StoreError
-from controllers.log_cipher import LogCipher
-from controllers.redis_log import Command, Guards, LogReader
+from controllers.session_log.log_cipher import LogCipher
+from controllers.session_log.redis_log import Command, Guards, LogReader
 from controllers.tokens import TOKEN_BYTES
 
 SEGMENT_ID_BYTES = 8

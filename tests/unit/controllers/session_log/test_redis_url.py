@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from controllers.redis_url import SentinelAddress, check_redis_url, sentinel_address
+from controllers.session_log.redis_url import SentinelAddress, check_redis_url, sentinel_address
 
 
 @pytest.mark.parametrize(

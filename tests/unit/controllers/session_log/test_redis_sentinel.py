@@ -11,7 +11,7 @@ from redis_server import CLUSTER, RedisServer
 from store_turns import SESSION, append_turn, history_of, turn_of
 
 from controllers.errors import StoreError
-from controllers.redis_store import RedisSessionStore
+from controllers.session_log.redis_store import RedisSessionStore
 from controllers.settings import RedisLogSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from controllers.errors import StoreError
-from controllers.kept_answers import lost, outdated
-from controllers.log_cipher import LogCipher
-from controllers.log_rules import check_key
 from controllers.records import StoredResult, TurnRecord
-from controllers.redis_log import Command, LogReader
-from controllers.redis_session import StoredSession
+from controllers.session_log.kept_answers import lost, outdated
+from controllers.session_log.log_cipher import LogCipher
+from controllers.session_log.log_rules import check_key
+from controllers.session_log.redis_log import Command, LogReader
+from controllers.session_log.redis_session import StoredSession
 
 
 class RedisAnswers:

@@ -12,8 +12,8 @@ from manual_clock import ManualClock
 from redis_server import CLUSTER, RedisServer
 from store_turns import SESSION, append_turn, turn_of
 
-from controllers import redis_log
-from controllers.redis_store import RedisSessionStore
+from controllers.session_log import redis_log
+from controllers.session_log.redis_store import RedisSessionStore
 from tests.simulation.redis_model import RedisModel, ReplyError, Words
 
 KEYS = (b"a", b"b", b"c")

@@ -15,7 +15,7 @@ from store_turns import SESSION, append_turn, history_of, turn_of
 
 from controllers.errors import StoreError
 from controllers.records import TurnRecord
-from controllers.sqlite_store import SqliteSessionStore
+from controllers.session_log.sqlite_store import SqliteSessionStore
 
 OTHER = replace(SESSION, session_id="other", open_key="p")
 LONG = list(range(100_000))

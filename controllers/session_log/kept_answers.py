@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from controllers.records import COUNTED_KEY, StoredResult, TurnRecord
-from controllers.turn_notes import has_note
+from controllers.session_log.turn_notes import has_note
 
 KEPT_ANSWERS = 8
 """How many answers are kept of a session's latest turns whose clients named a key, and as many of the others."""

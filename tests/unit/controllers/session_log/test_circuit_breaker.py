@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manual_clock import ManualClock
 
-from controllers.circuit_breaker import PATIENT_EVERY, PROBE_S, REST_S, CircuitBreaker
+from controllers.session_log.circuit_breaker import PATIENT_EVERY, PROBE_S, REST_S, CircuitBreaker
 
 CALL_S = 1.0
 

@@ -15,7 +15,7 @@ from store_turns import SESSION, append_turn, history_of, turn_of
 from controllers.cluster import Cluster
 from controllers.errors import StoreError
 from controllers.records import ReplicaStatus, TurnRecord
-from controllers.redis_store import RedisSessionStore
+from controllers.session_log.redis_store import RedisSessionStore
 from controllers.settings import ClusterSettings
 
 OTHER = replace(SESSION, session_id="other", open_key="p")

@@ -18,10 +18,10 @@ import pytest
 from manual_clock import ManualClock
 from store_turns import SESSION, append_turn, history_of, turn_of
 
-from controllers import sqlite_schema
 from controllers.errors import StoreError
-from controllers.sqlite_store import SqliteSessionStore
-from controllers.store import SessionStore
+from controllers.session_log import sqlite_schema
+from controllers.session_log.sqlite_store import SqliteSessionStore
+from controllers.session_log.store import SessionStore
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_killed_process_loses_nothing_committed(path: Path) -> None:
     script = """if True:
         import os, sys
         from controllers.records import SessionRecord, TurnRecord
-        from controllers.sqlite_store import SqliteSessionStore
+        from controllers.session_log.sqlite_store import SqliteSessionStore
         from controllers.tokens import encode_tokens
         store = SqliteSessionStore(sys.argv[1])
         store.open(SessionRecord("s", "", 1, "a"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from controllers.log_cipher import LogCipher
-from controllers.redis_log import Command, RedisLog
+from controllers.session_log.log_cipher import LogCipher
+from controllers.session_log.redis_log import Command, RedisLog
 
 KEPT_S = 30 * 24 * 3600
 """How long after its last sweep a cluster may come back to its facts: Ray can restore it from Ray's own state."""

@@ -14,12 +14,12 @@ import json
 from dataclasses import dataclass
 
 from controllers.errors import StoreError
-from controllers.log_cipher import LogCipher
 from controllers.records import LedgerEntry, TurnRecord
-from controllers.redis_log import FIELDS_AT_ONCE, Command, LogReader
-from controllers.redis_segments import Base, Change, RedisSegments, user_segment, user_session
-from controllers.redis_turn_fields import fields_back
 from controllers.session_keys import named
+from controllers.session_log.log_cipher import LogCipher
+from controllers.session_log.redis_log import FIELDS_AT_ONCE, Command, LogReader
+from controllers.session_log.redis_segments import Base, Change, RedisSegments, user_segment, user_session
+from controllers.session_log.redis_turn_fields import fields_back
 from controllers.tokens import TOKEN_BYTES, count_tokens
 
 BASE = "base"

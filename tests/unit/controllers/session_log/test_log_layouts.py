@@ -19,10 +19,10 @@ from store_turns import SESSION, append_turn, history_of, turn_of
 
 from controllers.errors import SessionNotFound, StoreError
 from controllers.records import ModelFingerprint, StoredResult
-from controllers.redis_histories import START_BYTES
-from controllers.redis_store import RedisSessionStore
-from controllers.sqlite_store import SqliteSessionStore
-from controllers.store import SessionStore
+from controllers.session_log.redis_histories import START_BYTES
+from controllers.session_log.redis_store import RedisSessionStore
+from controllers.session_log.sqlite_store import SqliteSessionStore
+from controllers.session_log.store import SessionStore
 from controllers.tokens import encode_tokens
 
 RECORDED = Path(__file__).parent / "recorded"

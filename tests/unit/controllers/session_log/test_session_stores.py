@@ -12,13 +12,13 @@ from redis_server import CLUSTER, RedisServer
 from store_turns import SESSION, append_turn, history_of, turn_of
 
 from controllers.errors import IdempotencyConflict, InvalidFork, SessionExists, SessionNotFound, StaleEpoch
-from controllers.kept_answers import KEPT_ANSWERS
-from controllers.log_cipher import KEY_BYTES, LogCipher
 from controllers.records import LedgerEntry, StoredResult, TurnRecord
-from controllers.redis_store import RedisSessionStore
 from controllers.session_keys import tenant_in
-from controllers.sqlite_store import SqliteSessionStore
-from controllers.store import SessionStore
+from controllers.session_log.kept_answers import KEPT_ANSWERS
+from controllers.session_log.log_cipher import KEY_BYTES, LogCipher
+from controllers.session_log.redis_store import RedisSessionStore
+from controllers.session_log.sqlite_store import SqliteSessionStore
+from controllers.session_log.store import SessionStore
 from controllers.tokens import encode_tokens, unpack_tokens
 
 Place = Callable[[ManualClock], SessionStore]

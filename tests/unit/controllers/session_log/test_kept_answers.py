@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.kept_answers import CALL_KEY, KEPT_ANSWERS, is_clients, outdated
+from controllers.session_log.kept_answers import CALL_KEY, KEPT_ANSWERS, is_clients, outdated
 
 
 @given(st.lists(st.booleans(), max_size=40))

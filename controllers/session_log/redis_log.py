@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import redis
 from redis.sentinel import MasterNotFoundError
 
-from controllers.circuit_breaker import CircuitBreaker
 from controllers.errors import StoreError
-from controllers.log_rules import check_shards
-from controllers.redis_connection import Connect, connect_redis
+from controllers.session_log.circuit_breaker import CircuitBreaker
+from controllers.session_log.log_rules import check_shards
+from controllers.session_log.redis_connection import Connect, connect_redis
 from controllers.settings import RedisLogSettings
 
 LAYOUT = b"2"

@@ -13,9 +13,9 @@ from __future__ import annotations
 import sqlite3
 
 from controllers.errors import StoreError
-from controllers.log_cipher import LogCipher
 from controllers.records import LedgerEntry, TurnRecord
 from controllers.session_keys import named
+from controllers.session_log.log_cipher import LogCipher
 from controllers.tokens import TOKEN_BYTES, count_tokens
 
 Base = tuple[int | None, int]

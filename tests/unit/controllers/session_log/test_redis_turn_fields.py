@@ -5,7 +5,7 @@ from __future__ import annotations
 from redis_server import CLUSTER, RedisServer
 from store_turns import SESSION, append_turn, turn_of
 
-from controllers.redis_store import RedisSessionStore
+from controllers.session_log.redis_store import RedisSessionStore
 
 
 def test_what_a_rewind_reads_does_not_depend_on_how_long_the_session_is(redis_server: RedisServer) -> None:

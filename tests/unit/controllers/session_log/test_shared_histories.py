@@ -11,10 +11,10 @@ import pytest
 from redis_server import CLUSTER, RedisServer
 from store_turns import SESSION, append_turn, history_of, turn_of
 
-from controllers.log_cipher import KEY_BYTES, LogCipher
-from controllers.redis_store import RedisSessionStore
-from controllers.sqlite_store import SqliteSessionStore
-from controllers.store import SessionStore
+from controllers.session_log.log_cipher import KEY_BYTES, LogCipher
+from controllers.session_log.redis_store import RedisSessionStore
+from controllers.session_log.sqlite_store import SqliteSessionStore
+from controllers.session_log.store import SessionStore
 from controllers.tokens import TOKEN_BYTES, encode_tokens
 
 Seen = Callable[[], bytes]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Mapping
 
-from controllers.kept_answers import lost, outdated
-from controllers.log_cipher import LogCipher
-from controllers.log_rules import check_key
 from controllers.records import StoredResult, TurnRecord
+from controllers.session_log.kept_answers import lost, outdated
+from controllers.session_log.log_cipher import LogCipher
+from controllers.session_log.log_rules import check_key
 
 
 class SqliteAnswers:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from controllers.log_cipher import LogCipher
 from controllers.records import LedgerEntry, TurnNote, TurnRecord
-from controllers.redis_log import Command, LogReader
-from controllers.redis_turn_fields import fields_after, fields_back, fields_of
-from controllers.turn_notes import (
+from controllers.session_log.log_cipher import LogCipher
+from controllers.session_log.redis_log import Command, LogReader
+from controllers.session_log.redis_turn_fields import fields_after, fields_back, fields_of
+from controllers.session_log.turn_notes import (
     counting,
     decode_note,
     encode_note,

@@ -21,8 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from controllers.errors import ControllerError, StoreError
-from controllers.log_cipher import LogCipher
-from controllers.log_rules import (
+from controllers.records import (
+    LedgerEntry,
+    ModelFingerprint,
+    SessionRecord,
+    TurnNote,
+    TurnRecord,
+)
+from controllers.session_log.log_cipher import LogCipher
+from controllers.session_log.log_rules import (
     adds_turn,
     changes_owner,
     check_fork,
@@ -31,18 +38,11 @@ from controllers.log_rules import (
     not_found,
     set_by,
 )
-from controllers.records import (
-    LedgerEntry,
-    ModelFingerprint,
-    SessionRecord,
-    TurnNote,
-    TurnRecord,
-)
-from controllers.sqlite_answers import SqliteAnswers
-from controllers.sqlite_histories import SqliteHistories
-from controllers.sqlite_notes import SqliteNotes
-from controllers.sqlite_schema import open_session_log
-from controllers.store import LogChanges
+from controllers.session_log.sqlite_answers import SqliteAnswers
+from controllers.session_log.sqlite_histories import SqliteHistories
+from controllers.session_log.sqlite_notes import SqliteNotes
+from controllers.session_log.sqlite_schema import open_session_log
+from controllers.session_log.store import LogChanges
 from controllers.tokens import TOKEN_BYTES
 
 logger = logging.getLogger(__name__)

@@ -24,12 +24,12 @@ from redis_server import CLUSTER, RedisServer
 from store_turns import append_turn
 
 from controllers.errors import StaleEpoch
-from controllers.kept_answers import KEPT_ANSWERS
-from controllers.log_cipher import KEY_BYTES, LogCipher
 from controllers.records import Checkpoint, SessionRecord, StoredResult, TurnNote, TurnRecord
-from controllers.redis_store import RedisSessionStore
-from controllers.sqlite_store import SqliteSessionStore
-from controllers.store import SessionStore
+from controllers.session_log.kept_answers import KEPT_ANSWERS
+from controllers.session_log.log_cipher import KEY_BYTES, LogCipher
+from controllers.session_log.redis_store import RedisSessionStore
+from controllers.session_log.sqlite_store import SqliteSessionStore
+from controllers.session_log.store import SessionStore
 from controllers.tokens import encode_tokens, unpack_tokens
 
 SETTINGS = settings(max_examples=20, stateful_step_count=30, deadline=None, print_blob=True)

@@ -10,10 +10,10 @@ import pytest
 from store_turns import SESSION, append_turn, history_of, turn_of
 
 from controllers.errors import StoreError
-from controllers.log_cipher import KEY_BYTES, MARK, LogCipher
 from controllers.open_store import open_store
+from controllers.session_log.log_cipher import KEY_BYTES, MARK, LogCipher
+from controllers.session_log.sqlite_store import SqliteSessionStore
 from controllers.settings import LOG_KEYS, SqliteLogSettings
-from controllers.sqlite_store import SqliteSessionStore
 
 FIRST, SECOND = bytes(KEY_BYTES), b"2" * KEY_BYTES
 

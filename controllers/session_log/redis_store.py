@@ -27,8 +27,15 @@ from dataclasses import replace
 from functools import partial
 
 from controllers.errors import ControllerError, SessionTakenOver, StoreError
-from controllers.log_cipher import LogCipher
-from controllers.log_rules import (
+from controllers.records import (
+    LedgerEntry,
+    SessionRecord,
+    TurnNote,
+    TurnRecord,
+)
+from controllers.session_keys import id_in, named, session_key, tenant_in
+from controllers.session_log.log_cipher import LogCipher
+from controllers.session_log.log_rules import (
     adds_turn,
     changes_owner,
     check_fork,
@@ -37,22 +44,15 @@ from controllers.log_rules import (
     not_found,
     set_by,
 )
-from controllers.records import (
-    LedgerEntry,
-    SessionRecord,
-    TurnNote,
-    TurnRecord,
-)
-from controllers.redis_answers import RedisAnswers
-from controllers.redis_cluster_facts import ClusterFacts
-from controllers.redis_connection import Connect, connect_redis
-from controllers.redis_histories import RedisHistories
-from controllers.redis_log import ALIVE_S, FIELDS_AT_ONCE, Command, Guards, RedisLog
-from controllers.redis_notes import RedisNotes
-from controllers.redis_session import StoredSession
-from controllers.session_keys import id_in, named, session_key, tenant_in
+from controllers.session_log.redis_answers import RedisAnswers
+from controllers.session_log.redis_cluster_facts import ClusterFacts
+from controllers.session_log.redis_connection import Connect, connect_redis
+from controllers.session_log.redis_histories import RedisHistories
+from controllers.session_log.redis_log import ALIVE_S, FIELDS_AT_ONCE, Command, Guards, RedisLog
+from controllers.session_log.redis_notes import RedisNotes
+from controllers.session_log.redis_session import StoredSession
+from controllers.session_log.store import LogChanges
 from controllers.settings import RedisLogSettings
-from controllers.store import LogChanges
 from controllers.tokens import TOKEN_BYTES
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from controllers.redis_log import FIELDS_AT_ONCE, LogReader
-from controllers.turn_notes import num_within
+from controllers.session_log.redis_log import FIELDS_AT_ONCE, LogReader
+from controllers.session_log.turn_notes import num_within
 
 FIRST_READ = 2
 GROWTH = 4

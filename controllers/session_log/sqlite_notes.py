@@ -6,9 +6,9 @@ import sqlite3
 from collections.abc import Iterable
 from dataclasses import replace
 
-from controllers.log_cipher import LogCipher
 from controllers.records import LedgerEntry, TurnNote, TurnRecord
-from controllers.turn_notes import (
+from controllers.session_log.log_cipher import LogCipher
+from controllers.session_log.turn_notes import (
     counting,
     decode_note,
     encode_note,

@@ -16,16 +16,16 @@ from manual_clock import ManualClock
 from redis_server import CLUSTER, RedisServer
 from store_turns import SESSION, append_turn, history_of, turn_of
 
-from controllers import circuit_breaker, redis_log
 from controllers.cluster import Cluster
 from controllers.errors import SessionNotFound, SessionTakenOver, StaleEpoch, StoreError
-from controllers.log_cipher import KEY_BYTES, LogCipher
 from controllers.records import ReplicaStatus
-from controllers.redis_store import RedisSessionStore
 from controllers.session_keys import tenant_in
+from controllers.session_log import circuit_breaker, redis_log
+from controllers.session_log.log_cipher import KEY_BYTES, LogCipher
+from controllers.session_log.redis_store import RedisSessionStore
 from controllers.settings import REDIS_PASSWORD, ClusterSettings, RedisLogSettings
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 Changes = Sequence[tuple[Sequence[redis_log.Command], redis_log.Guards]]
 
 
