@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 
+from frozen_process import frozen
 from served_cluster import ServedCluster, eventually
 from session_client import Conversation
 
@@ -18,13 +17,10 @@ def test_turns_wait_for_a_frozen_controller_and_keep_their_kv(cluster: ServedClu
         for talk in talks:
             talk.exact_turn([400, 401])
         (controller,) = cluster.pids("ray::ClusterController")
-        os.kill(controller, signal.SIGSTOP)
-        try:
+        with frozen(controller):
             turns = [pool.submit(talk.told_turn, [500, 501], 40, lambda _: None) for talk in talks]
             eventually(lambda: cluster.metric("kedge_commits_pending") == SESSIONS, 60)
             assert not any(turn.done() for turn in turns)
-        finally:
-            os.kill(controller, signal.SIGCONT)
         for turn in turns:
             assert len(turn.result(60)) == 40
         for talk in talks:

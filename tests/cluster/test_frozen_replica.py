@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import httpx
+from frozen_process import frozen
 from served_cluster import ServedCluster, eventually
 from session_client import generate_once
 
 AT_ONCE_S = 8.0
 """Limit for an answer "at once" on a busy machine. A call to a replica may take 15 s."""
-
-
-@contextmanager
-def frozen(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def test_figures_and_health_are_those_of_the_replica_that_answers(

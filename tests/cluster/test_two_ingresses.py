@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from frozen_process import frozen
 from null_app import HOLD
 from prometheus_client.parser import text_string_to_metric_families
 from served_cluster import ServedCluster, eventually
@@ -104,13 +103,10 @@ def test_a_frozen_ingress_holds_up_neither_scrapes_nor_aborts_at_the_other(clust
         raise AssertionError("nobody answered")
 
     victim, _ = cluster.pids(INGRESS)
-    os.kill(victim, signal.SIGSTOP)
-    try:
+    with frozen(victim):
         assert len(at_the_other(lookups)) == 1
         aborted = at_the_other(lambda client: client.post("/abort_request", json={"rid": "nobody"}))
         assert aborted.status_code == 200
-    finally:
-        os.kill(victim, signal.SIGCONT)
 
 
 def test_an_abort_holds_while_there_is_no_replica(cluster: ServedCluster, client: httpx.Client) -> None:
