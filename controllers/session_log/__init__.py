@@ -1,0 +1,1 @@
+"""The durable session log: what it accepts, how it is encrypted, and how it is kept in SQLite or in Redis."""

@@ -1,0 +1,1 @@
+"""Kedge's Triton kernels, and the choice of whether a device runs them."""

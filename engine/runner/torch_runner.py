@@ -1,5 +1,8 @@
 """The Runner for any device: one forward pass over every token of a batch, then tokens for each item that samples.
 
+It can do everything that a request may ask for, one step at a time: a GPU's runner leaves to it what needs the host in
+the middle of a step.
+
 Legend: N tokens, R sampled rows, E hidden size, V vocabulary.
 """
 

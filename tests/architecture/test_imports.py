@@ -74,6 +74,14 @@ def test_the_session_log_knows_records_and_rules_only() -> None:
             assert elsewhere <= BELOW_THE_SESSION_LOG, source.name
 
 
+def test_protocols_know_no_ray_and_only_plain_data_of_the_engine() -> None:
+    for source in sources("serving"):
+        if source.name.startswith(API_FOLDER):
+            imported = set(source.imports())
+            assert "ray" not in _libraries(source), source.name
+            assert {name for name in imported if name.startswith("engine")} <= {"engine.api"}, source.name
+
+
 def test_cache_and_controllers_need_no_library_but_numpy() -> None:
     for source in sources(*STANDARD_LIBRARY_AND_NUMPY):
         allowed = {*sys.stdlib_module_names, *PACKAGES, "numpy"}

@@ -1,0 +1,1 @@
+"""SGLang's session API, and Kedge's own calls on sessions."""
