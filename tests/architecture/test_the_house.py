@@ -1,23 +1,25 @@
-"""docs/architecture.md lists exactly the files that the product has."""
+"""docs/architecture.md lists exactly the folders of code that the product has, and exactly the pages on its design."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from source_tree import PACKAGES, ROOT
+from source_tree import PACKAGES, ROOT, sources
 
-FILE = re.compile(r"`([\w/]+\.py)`")
-
-
-def section(package: str) -> str:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    return re.split(r"^##", text.split(f"\n### {package}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+FOLDER = re.compile(r"^\| `([\w/]+)` \|", re.MULTILINE)
+"""Begins a folder's row in the table."""
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_file_has_its_line(package: str) -> None:
-    listed = {path.rsplit("/", 1)[-1] for path in FILE.findall(section(package))}
-    there = {path.name for path in (ROOT / package).rglob("*.py")} - {"__init__.py", "__main__.py"}
-    assert there - listed == set(), "files that the page does not list"
-    assert listed - there == set(), "files that are not there"
+def test_every_folder_has_its_line(package: str) -> None:
+    listed = {folder for folder in FOLDER.findall(PAGE) if folder.split("/")[0] == package}
+    there = {source.name.rsplit("/", 1)[0] for source in sources(package)}
+    assert there - listed == set(), "folders that the page does not list"
+    assert listed - there == set(), "folders that are not there"
+
+
+def test_every_page_on_the_design_is_in_the_index() -> None:
+    linked = set(re.findall(r"\]\(design/([\w-]+\.md)", PAGE))
+    assert linked == {path.name for path in (ROOT / "docs" / "design").glob("*.md")}
