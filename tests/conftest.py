@@ -24,7 +24,7 @@ def pytest_configure() -> None:
 
 EXPLAINED_SKIPS = MappingProxyType(
     {
-        "no GPU": "the machine has none; benchmarks/README.md, 'On a card', runs them",
+        "no GPU": "the machine has none; benchmarks/measured/h200.md, 'On a card', runs them",
         "needs two GPUs": "as above",
         "has a GPU": "the other half of a pair: one of the two runs on every machine",
         "kernels write to a card here": "runs where kernels are interpreted",

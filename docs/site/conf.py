@@ -9,7 +9,7 @@ root_doc = "docs/site/index"
 include_patterns = [
     "*.md",
     "docs/**.md",
-    "benchmarks/*.md",
+    "benchmarks/**.md",
     "assets/training/*.md",
 ]
 exclude_patterns = [".*", "build", "tests"]

@@ -1,7 +1,7 @@
 """Matrix products with fixed weights. The model does not know how the weights are stored.
 
 On a CPU no single operator is fast both for one row and for several: torch's own linear reads weights with one thread
-for one row, and slows down further with two. Measured figures are in benchmarks/README.md.
+for one row, and slows down further with two. Measured figures are in benchmarks/measured/cpu-engine.md.
 
 Legend: N rows of input, I input features, O output features.
 """

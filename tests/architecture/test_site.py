@@ -33,7 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_document_is_a_page(site: Path) -> None:
-    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
     pages = {path.relative_to(ROOT).with_suffix(".html") for path in documents}
     assert {page for page in pages if not (site / page).exists()} == set()
     assert (site / "index.html").exists()

@@ -21,7 +21,7 @@ static int has_bfloat16(void) { /* AVX512_BF16; whether the system keeps such re
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
 }
 
-/* Intel's vectors multiply pairs of bfloat16 no faster than floats (benchmarks/README.md, "GPT-OSS on a CPU"). */
+/* Intel's vectors multiply pairs of bfloat16 no faster than floats (benchmarks/measured/cpu-models.md). */
 static int gains_by_bfloat16(void) {
     unsigned a, b, c, d;
     return __get_cpuid(0, &a, &b, &c, &d) && b != signature_INTEL_ebx;
