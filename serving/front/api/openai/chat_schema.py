@@ -167,12 +167,15 @@ class ChatBody(OpenAiBody):
         description="Read where a call is required: the answer then has one. With `auto` it has no effect.",
     )
     modalities: Annotated[list[Literal["text"]], Field(max_length=8)] | None = None
-    add_generation_prompt: bool | None = None
+    add_generation_prompt: bool | None = Field(None, description="If false, no answer is opened.")
     continue_final_message: bool | None = Field(None, description="The answer continues the last message.")
     add_special_tokens: bool | None = Field(
         None, description="If true, the tokenizer adds special tokens to those that the chat template writes."
     )
-    chat_template: ChatTemplateText | None = None
+    chat_template: ChatTemplateText | None = Field(
+        None,
+        description="Replaces the model's own template, if the setting api.request_chat_template allows it.",
+    )
     reasoning_effort: ReasoningEffort | None = Field(
         None, description="The chat template gets it. Some templates ignore it."
     )

@@ -55,21 +55,37 @@ class OpenAiBody(GuidedFields, SharedFields):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
+    return_token_ids: bool | None = Field(None, description="The reply has the ids of the answer's tokens.")
     structured_outputs: StructuredOutputs | None = None
     min_tokens: CountOrZero | None = Field(
-        None, description="The answer does not end by itself before this many tokens."
+        None,
+        description="The answer does not end before this many tokens: neither the end token nor stop_token_ids come "
+        "earlier, and a stop string that ends earlier does not count. It may not be more than max_tokens.",
     )
-    allowed_token_ids: AllowedTokenIds | None = None
-    bad_words: BadWords | None = None
-    prompt_logprobs: TopLogprobs | None = None
-    return_tokens_as_token_ids: bool | None = None
+    allowed_token_ids: AllowedTokenIds | None = Field(
+        None, description="No other tokens come. The end token comes only if it is among them."
+    )
+    bad_words: BadWords | None = Field(
+        None,
+        description="Texts that the answer may not have, in two tokenizations: at the beginning of a text, and after a "
+        "blank. Other spellings, as with capitals or after a quotation mark, are other words. All together have "
+        "at most 16,384 characters.",
+    )
+    prompt_logprobs: TopLogprobs | None = Field(
+        None,
+        description="For each token of the prompt: its log-probability and those of this many most likely tokens, by "
+        "token id. The first token has null, and a token that is none of the most likely has no rank. Refused in "
+        "streams.",
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Log-probabilities name each token as `token_id:123`."
+    )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
         None,
         description="Only this many last tokens of the prompt are used. -1: as many as there is room for.",
     )
     cache_salt: CacheSalt | None = Field(
-        None, description="Cached prefixes are shared only among requests with the same salt."
+        None, description="Cached prefixes are shared only among requests of the same tenant with this salt."
     )
     request_id: Name | None = Field(None, description="The reply's id ends with this text.")
     store: bool | None = Field(None, description="This field has no effect.")
