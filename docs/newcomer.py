@@ -1,5 +1,5 @@
 """A newcomer's way with a stopwatch: chat, the session's pages on the console, a planted leak, the alert, whose page it
-was, mended. `docs/watching.py` walks it and puts times and pictures into the README."""
+was, mended. `docs/watching.py` walks it and puts times and pictures into docs/first-steps.md."""
 
 from __future__ import annotations
 

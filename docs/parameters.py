@@ -17,7 +17,7 @@ PAGE = Path(__file__).resolve().parent / "parameters.md"
 HEAD = """# Parameters
 
 This page lists the fields of every request body, as the server checks them. `python docs/parameters.py` writes it.
-[api.md](api.md) and the protocols' own documentation describe what the fields do.
+[The API](api.md) and the protocols' own documentation describe what the fields do.
 
 A field marked "required" must be sent. Any other field may be left out. It may also be null, unless the table shows a
 default for it. (`max_new_tokens` has a default and may be null.)

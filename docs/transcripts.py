@@ -1,6 +1,6 @@
 """Runs the console examples of the documents against a server and writes down what they really print.
 
-    python docs/transcripts.py --url http://127.0.0.1:8000 README.md docs/api.md
+    python docs/transcripts.py --url http://127.0.0.1:8000 README.md docs/api.md docs/api/*.md
 
 An example is a console block right after the comment `<!-- transcript -->`. Its commands (lines after "$ ", continued
 after a backslash or inside single quotes) run in one shell; everything else in the block is replaced by their output.

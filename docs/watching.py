@@ -1,5 +1,5 @@
 """Walks "Watching it" of docs/operations.md and writes down what is really printed: a server with planted faults,
-Prometheus beside it, a leak, the alert, the culprit's name. Then walks docs/newcomer.py for the README.
+Prometheus beside it, a leak, the alert, the culprit's name. Then walks docs/newcomer.py for docs/first-steps.md.
 
     PYTHONPATH=. python docs/watching.py
 
@@ -23,7 +23,7 @@ from transcripts import WRITTEN_URL, refreshed
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "operations.md"
-README = ROOT / "README.md"
+FIRST_STEPS = ROOT / "docs" / "first-steps.md"
 PROMETHEUS_URL = "http://127.0.0.1:9090"
 START_TIMEOUT_S = 150.0
 
@@ -45,7 +45,7 @@ def main() -> None:
             watch.note("`kedge serve` answers")
             wait_until_up(f"{PROMETHEUS_URL}/-/ready")
             walk(WRITTEN_URL, PROMETHEUS_URL, watch)
-            README.write_text(with_table(README.read_text(), watch.steps))
+            FIRST_STEPS.write_text(with_table(FIRST_STEPS.read_text(), watch.steps))
             PAGE.write_text(refreshed(PAGE.read_text(), WRITTEN_URL))
         finally:
             for process in (monitor, kedge):

@@ -1,4 +1,4 @@
-"""Every error code that a client can get is in docs/api.md."""
+"""Every error code that a client can get is in docs/api/errors.md."""
 
 from __future__ import annotations
 
@@ -30,4 +30,4 @@ def codes() -> set[str]:
 
 @pytest.mark.parametrize("code", sorted(codes()))
 def test_the_page_has_the_code(code: str) -> None:
-    assert code in INSIDE or f"`{code}`" in (ROOT / "docs" / "api.md").read_text()
+    assert code in INSIDE or f"`{code}`" in (ROOT / "docs" / "api" / "errors.md").read_text()

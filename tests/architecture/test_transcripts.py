@@ -8,6 +8,8 @@ import sys
 import pytest
 from source_tree import ROOT
 
+API_PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "api").glob("*.md"))
+WITH_EXAMPLES = ["README.md", "docs/api.md", *API_PAGES, "docs/cli.md", "docs/first-steps.md"]
 PAGE = """Text.
 
 <!-- transcript -->
@@ -50,7 +52,7 @@ def test_a_command_that_fails_ends_the_refresh(transcripts):
         transcripts.run_all(["exit_with_3() { return 3; }", "exit_with_3"], "http://x:1")
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/api.md", "docs/cli.md", "docs/first-steps.md"])
+@pytest.mark.parametrize("document", WITH_EXAMPLES)
 def test_every_example_has_output(transcripts, document):
     """Every block has at least one line of output. Without one, somebody forgot to refresh it."""
     for match in transcripts.BLOCK.finditer((ROOT / document).read_text()):

@@ -63,7 +63,9 @@ class OpenAiBody(GuidedFields, SharedFields):
         "earlier, and a stop string that ends earlier does not count. It may not be more than max_tokens.",
     )
     allowed_token_ids: AllowedTokenIds | None = Field(
-        None, description="No other tokens come. The end token comes only if it is among them."
+        None,
+        description="No other tokens come. The end token comes only if it is among them. Where no token may come, the "
+        "answer ends.",
     )
     bad_words: BadWords | None = Field(
         None,

@@ -1,4 +1,4 @@
-"""The session protocol: SGLang's native API. docs/api.md says what is left out."""
+"""The session protocol: SGLang's native API. docs/api/sessions.md describes it."""
 
 from __future__ import annotations
 

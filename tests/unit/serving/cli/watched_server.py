@@ -1,4 +1,4 @@
-"""A small real HTTP server that speaks the contract of GET /v1/kedge/watch (docs/api.md), for `kedge top`."""
+"""A small real server for `kedge top`: it speaks the contract of GET /v1/kedge/watch (docs/api/looking-in.md)."""
 
 from __future__ import annotations
 
