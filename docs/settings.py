@@ -1,12 +1,11 @@
-"""Writes docs/settings.md: every setting, with the values that are taken, from the models that check them, and with
-what it does, from the table in docs/operations.md.
+"""Writes docs/settings.md: every setting, with the values that are taken and what it does, from the models that check
+them (serving/settings).
 
 python docs/settings.py
 """
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,8 +18,8 @@ PAGE = DOCS / "settings.md"
 WIDTH = 110
 HEAD = """# Settings
 
-`python docs/settings.py` writes this page. What a setting may be comes from the code that checks it. What it
-does comes from the table in [operations](operations.md#settings).
+Everything that can be set, for those who write a config file. `python docs/settings.py` writes this page from
+the code that checks the settings (`serving/settings`).
 
 Settings are the `args` of an application in a config file such as
 [`configs/cluster.yaml`](../configs/cluster.yaml):
@@ -36,9 +35,12 @@ applications:
         size_mib: 4096
 ```
 
-Only `model.path` must be there. Times are in seconds. A key that does not exist is refused by its name before
-anything starts, and so is a value of another type. `python -m serving.settings.config my.yaml` checks a file
-and starts nothing.
+Only `model.path` must be there. Times are in seconds. `python -m serving.settings.config my.yaml` checks a
+file and starts nothing. These are refused before anything starts, and named:
+
+- a key that does not exist, and a value of another type;
+- settings that contradict each other, such as `scheduler.chunk_size` above `scheduler.max_batch_tokens`;
+- a setting that would do nothing beside the others, such as `cache.disk_path` without `cache.disk_mib`.
 """
 ENVIRONMENT = """## The environment
 
@@ -63,58 +65,41 @@ Schema = Mapping[str, Any]
 
 def page() -> str:
     """The whole page, Markdown."""
-    rows = _rows((DOCS / "operations.md").read_text())
     schema = AppArgs.model_json_schema()
     parts = [HEAD]
     for section, reference in schema["properties"].items():
-        parts.append(f"## {section}\n")
-        parts += [
-            _entry(key, _values(value), default, rows[key])
-            for key, value, default in _settings(section, _resolved(reference, schema), schema)
-            if key in rows or "properties" not in value
-        ]
+        nested = _resolved(reference, schema)
+        parts.append(f"## {section}\n\n{_filled(nested['description'])}\n")
+        parts += [_entry(setting) for setting in _settings(section, nested, schema)]
     return "\n".join([*parts, ENVIRONMENT])
 
 
-class Row(NamedTuple):
-    """Of the table in docs/operations.md. Its default counts where the code has none."""
+class Setting(NamedTuple):
+    """A key, with what it may be and what it is if left out in words, and what it does."""
 
+    key: str
+    values: str
     default: str
     meaning: str
 
 
-def _entry(key: str, values: str, default: str, row: Row) -> str:
-    taken = _filled(f"Takes {values}. Default: {default or row.default}.")
-    return f"### `{key}`\n\n{taken}\n\n{_filled(row.meaning)}\n"
+def _entry(setting: Setting) -> str:
+    taken = _filled(f"Takes {setting.values}. {setting.default}.")
+    return f"### `{setting.key}`\n\n{taken}\n\n{_filled(setting.meaning)}\n"
 
 
 def _filled(paragraph: str) -> str:
-    return textwrap.fill(paragraph, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(" ".join(paragraph.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
-def _rows(operations: str) -> dict[str, Row]:
-    """By key."""
-    found = re.findall(r"^\| `([a-z_]+\.[a-z0-9_.]+)` \| (.*?) \| (.*) \|$", operations, re.MULTILINE)
-    return {
-        key: Row("none" if default == "–" else default, _elsewhere(meaning))
-        for key, default, meaning in found
-    }
-
-
-def _elsewhere(meaning: str) -> str:
-    """Sentences for another page: links to headings beside the table lead to its page, and so does "below"."""
-    there = meaning.replace("](#", "](operations.md#").replace("\\|", "|")
-    there = re.sub(r'\bsee (below|"[^"]+")', "see [operations](operations.md#settings)", there)
-    return there[0].upper() + there[1:] + ("" if there.endswith(".") else ".")
-
-
-def _settings(prefix: str, section: Schema, whole: Schema) -> Iterator[tuple[str, Schema, str]]:
-    """What is below a section, sections first: key, schema, and what it is if left out, if the code says so."""
+def _settings(prefix: str, section: Schema, whole: Schema) -> Iterator[Setting]:
+    """All below a section. One that holds others and may be left out is a setting itself."""
     for name, value in section["properties"].items():
         key, nested = f"{prefix}.{name}", _resolved(value, whole)
-        default = "none, it must be there" if name in section.get("required", ()) else _default(value)
-        yield key, nested, default
-        if "properties" in nested and key != "speculation.draft_model":  # which has the keys of `model`
+        if nested is value or "anyOf" in value:
+            default = "It must be there" if name in section.get("required", ()) else _default(value)
+            yield Setting(key, _values(nested), default, value["description"])
+        if nested is not value and key != "speculation.draft_model":  # which has the keys of `model`
             yield from _settings(key, nested, whole)
 
 
@@ -154,20 +139,27 @@ def _kind(kind: Schema) -> str:
 
 
 def _range(kind: Schema) -> str:
-    bounds = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
-    return "".join(f" {word} {kind[bound]:g}" for bound, word in bounds.items() if bound in kind)
+    bounds = {
+        "minimum": " from {:g}",
+        "exclusiveMinimum": " above {:g}",
+        "maximum": " to {:g}" if "minimum" in kind else ", up to {:g}",
+        "exclusiveMaximum": " and below {:g}",
+    }
+    return "".join(words.format(kind[bound]) for bound, words in bounds.items() if bound in kind)
 
 
 def _default(value: Schema) -> str:
-    match value.get("default"):
-        case None | []:
-            return ""
+    match value.get("default", []):
+        case None:
+            return "Unset by default"
+        case []:
+            return "Empty by default"
         case bool(default):
-            return str(default).lower()
+            return f"Default: {str(default).lower()}"
         case float(default):
-            return f"{default:g}"
+            return f"Default: {default:g}"
         case default:
-            return f"`{default}`" if isinstance(default, str) else str(default)
+            return f"Default: `{default}`" if isinstance(default, str) else f"Default: {default}"
 
 
 if __name__ == "__main__":

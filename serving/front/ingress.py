@@ -42,7 +42,7 @@ from serving.front.turn_dispatch import TurnDispatcher
 from serving.garbage import settle
 from serving.logs.serve_log import log_with_serve
 from serving.settings.config import AppArgs
-from serving.settings.engine_args import ModelArgs
+from serving.settings.model_args import ModelArgs
 from serving.trace.opening import front_traces, open_spans
 from serving.watch.metrics import IngressMetrics
 from serving.wire.calls import GetModelInfo

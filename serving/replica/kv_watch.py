@@ -11,7 +11,7 @@ from contextlib import suppress
 from cache.audit import AuditReport
 from engine.api import Engine, EngineError
 from serving.replica.session_host import ENGINE_TIMEOUT_S
-from serving.settings.config import MetricsArgs
+from serving.settings.record_args import MetricsArgs
 from serving.watch.metrics import ReplicaMetrics
 
 logger = logging.getLogger(__name__)

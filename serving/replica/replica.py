@@ -29,7 +29,7 @@ from serving.replica.parts import ReplicaParts
 from serving.replica.place import ReplicaPlace
 from serving.replica.session_host import ENGINE_TIMEOUT_S
 from serving.settings.config import AppArgs
-from serving.settings.engine_args import ModelArgs
+from serving.settings.model_args import ModelArgs
 from serving.text.text import TextProcessor
 from serving.trace.opening import open_spans
 from serving.wire.calls import AnyCall, RunTurn, answer_of

@@ -8,21 +8,33 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from serving.settings.strict_settings import NotEmpty, StrictModel
+from serving.settings.strict_settings import Interval, NotEmpty, StrictModel
 
 EXPORTER = "opentelemetry.exporter.otlp.proto.http"
 """Comes with the extra `tracing`."""
 
 
 class TracingArgs(StrictModel):
-    """Spans of turns, sent to a collector at `endpoint` that speaks OTLP over HTTP; None: none are made. Of traces that
-    begin here a share of `sample_ratio` is kept; one that a client has begun is kept if its `traceparent` says so.
-    With `record_content` they have prompts and answers."""
+    """Spans of turns ([traces](operations.md#traces))."""
 
-    endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+")] | None = None
-    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
-    service_name: NotEmpty = "kedge"
-    record_content: bool = False
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+")] | None = Field(
+        default=None,
+        description="""Where spans are sent: a collector that speaks OTLP over HTTP, such as
+        `http://collector:4318`. Unless set, no spans are made.""",
+    )
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=1.0,
+        description="""The share that is kept of the traces that begin here. One that a client has
+        begun is kept if its `traceparent` says so.""",
+    )
+    service_name: NotEmpty = Field(
+        default="kedge",
+        description="The beginning of the services' names: `kedge-ingress`, `kedge-replica`.",
+    )
+    record_content: bool = Field(
+        default=False,
+        description="Spans contain prompts and answers too. Needs `endpoint`.",
+    )
 
     @field_validator("endpoint")
     @classmethod
@@ -55,13 +67,24 @@ class TracingArgs(StrictModel):
 
 
 class LogsArgs(StrictModel):
-    """What front ends and replicas log, with Ray Serve's own lines. `access`: a line for each request, for those that
-    ended in an error of the server's, or for none. With `content` it has the prompt and the answer."""
+    """What front ends and replicas [log](operations.md#logs), with Ray Serve's own lines."""
 
-    format: Literal["text", "json"] = "text"
-    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    access: Literal["off", "errors", "all"] = "off"
-    content: bool = False
+    format: Literal["text", "json"] = Field(
+        default="text",
+        description="`json` writes one JSON object a line, with what is known of the call.",
+    )
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        default="INFO",
+        description="The lowest level that is logged.",
+    )
+    access: Literal["off", "errors", "all"] = Field(
+        default="off",
+        description="`all` logs a line for each request, `errors` for those that end in a 5xx.",
+    )
+    content: bool = Field(
+        default=False,
+        description="The lines of `access`, which must not be `off`, contain prompts and answers too.",
+    )
 
     @field_validator("content")
     @classmethod
@@ -69,6 +92,29 @@ class LogsArgs(StrictModel):
         if content and info.data.get("access") == "off":
             raise ValueError("is about the lines of access, which is off: set access to 'errors' or 'all'")
         return content
+
+
+class MetricsArgs(StrictModel):
+    """What [metrics](operations.md#metrics) say, and how often replicas check their books."""
+
+    cluster_name: NotEmpty = Field(
+        default="kedge",
+        description="The label `cluster` of every metric. Clusters that share a Prometheus need different names.",
+    )
+    ray_llm_names: Literal["none", "vllm", "sglang"] = Field(
+        default="none",
+        description="""`vllm` or `sglang`: Ray's metrics have the figures also under the names that
+        [Ray's own boards](metrics.md#rays-own-boards-for-llms) for vLLM or SGLang read.""",
+    )
+    audit_interval_s: Interval | None = Field(
+        default=60.0,
+        description="""How often each replica [walks over all of its pages](operations.md#audit) by
+        itself; null: only when asked.""",
+    )
+    tenant_names: bool = Field(
+        default=False,
+        description="The tenants with the most KV are named in `kedge_tenant_kv_bytes`. `/metrics` needs no key.",
+    )
 
 
 def _is_there(module: str) -> bool:

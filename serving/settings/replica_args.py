@@ -16,17 +16,30 @@ SHORTEST_STEP_TIMEOUT_S = 1.0
 
 
 class AutoscalingArgs(StrictModel):
-    """The number of replicas follows their load, see serving/replica/autoscaling_policy.py. The targets are what one
-    replica should have: turns that run and wait, and the share of its KV pool that these take and lack. Load is an
-    average over the last `look_back_s`; one above or below the targets must last for the delays."""
+    """[The number of replicas follows their load](operations.md#autoscaling)."""
 
-    min_replicas: PositiveInt = 1
-    max_replicas: PositiveInt
-    target_turns_in_flight: Annotated[float, Field(gt=0)] = 16.0
-    target_kv_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
-    look_back_s: Annotated[float, Field(gt=MOST_SECONDS_BETWEEN_REPORTS)] = 30.0
-    upscale_delay_s: Annotated[float, Field(ge=0)] = 30.0
-    downscale_delay_s: Annotated[float, Field(ge=0)] = 600.0
+    min_replicas: PositiveInt = Field(default=1, description="The smallest number of replicas.")
+    max_replicas: PositiveInt = Field(description="The largest number of replicas.")
+    target_turns_in_flight: Annotated[float, Field(gt=0)] = Field(
+        default=16.0,
+        description="How many turns, running and waiting, one replica should have.",
+    )
+    target_kv_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.8,
+        description="The share of a replica's KV pool that its turns should need.",
+    )
+    look_back_s: Annotated[float, Field(gt=MOST_SECONDS_BETWEEN_REPORTS)] = Field(
+        default=30.0,
+        description="The time over which load is averaged.",
+    )
+    upscale_delay_s: Annotated[float, Field(ge=0)] = Field(
+        default=30.0,
+        description="How long more replicas must be needed before new ones start.",
+    )
+    downscale_delay_s: Annotated[float, Field(ge=0)] = Field(
+        default=600.0,
+        description="How long fewer replicas must be enough before some stop.",
+    )
 
     @field_validator("max_replicas")
     @classmethod
@@ -38,18 +51,39 @@ class AutoscalingArgs(StrictModel):
 
 
 class ReplicaArgs(StrictModel):
-    """Engine replicas: `count` of them, unless there is `autoscaling`.
+    """Engine replicas as Ray Serve runs them. CPUs and GPUs are those of each replica, or of each of its ranks with
+    `execution.tensor_parallel`."""
 
-    With `execution.tensor_parallel` the CPUs and GPUs are those of each rank.
-    """
-
-    count: PositiveInt = 2
-    autoscaling: AutoscalingArgs | None = None
-    num_cpus: Annotated[float, Field(ge=0)] = 0.5
-    num_gpus: Annotated[float, Field(ge=0)] = 0.0
-    graceful_shutdown_timeout_s: Seconds = 20.0
-    step_timeout_s: Annotated[float, Field(ge=SHORTEST_STEP_TIMEOUT_S)] = 300.0
-    max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None
+    count: PositiveInt = Field(
+        default=2,
+        description="""How many replicas there are. [How to change it](operations.md#planned-changes)
+        while they serve.""",
+    )
+    autoscaling: AutoscalingArgs | None = Field(
+        default=None,
+        description="In place of `count`: the number of replicas [follows their load](operations.md#autoscaling).",
+    )
+    num_cpus: Annotated[float, Field(ge=0)] = Field(default=0.5, description="CPUs that Ray reserves.")
+    num_gpus: Annotated[float, Field(ge=0)] = Field(
+        default=0.0,
+        description="GPUs that Ray reserves: a part of one, or a whole number.",
+    )
+    graceful_shutdown_timeout_s: Seconds = Field(
+        default=20.0,
+        description="""How long turns in flight may take when a replica stops. In the first half of
+        this time, sessions in use are handed over one at a time.""",
+    )
+    step_timeout_s: Annotated[float, Field(ge=SHORTEST_STEP_TIMEOUT_S)] = Field(
+        default=300.0,
+        description="""A replica whose engine has been in one step for this long counts as hung: its
+        turns go on elsewhere at once, its sessions when they are next used, and the replica is
+        replaced. A slow step that ends before that does not count against the replica.""",
+    )
+    max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = Field(
+        default=None,
+        description="""How many new replicas [a rolling update](operations.md#planned-changes) starts
+        before it stops old ones, in percent of those there are. Unless set, 100, and with `num_gpus` 0.""",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -20,6 +20,11 @@ MAX_NAME_CHARS = 256
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS, pattern=NAME_PATTERN)]
 
 
+def yaml_off(value: Any) -> Any:
+    """YAML reads a bare `off` as false."""
+    return "off" if value is False else value
+
+
 def is_name(text: str) -> bool:
     """Whether a client may give this name: what `Name` says, for text that no model checks."""
     return len(text) <= MAX_NAME_CHARS and re.fullmatch(NAME_PATTERN, text) is not None

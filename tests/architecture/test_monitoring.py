@@ -16,6 +16,7 @@ from serving.watch.definitions import DEFINITIONS
 from serving.watch.metric_definition import Kind
 
 MONITORING = ROOT / "configs" / "monitoring"
+ALERTS_PAGE = ROOT / "docs" / "operations.md"
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool is not installed (Debian's package prometheus)"
 )
@@ -45,6 +46,11 @@ def test_promtool(arguments: tuple[str, ...]) -> None:
         ["promtool", *arguments], cwd=MONITORING, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_is_in_the_table_for_operators() -> None:
+    listed = re.findall(r"^\| \[`(Kedge\w+)`\]", ALERTS_PAGE.read_text(), re.MULTILINE)
+    assert listed == [rule["alert"] for rule in alerts()]
 
 
 def test_every_alert_has_a_unit_test() -> None:

@@ -32,7 +32,8 @@ from serving.grammars.constraints import ConstraintCompiler
 from serving.replica.mailbox import Mailbox
 from serving.replica.parts import ReplicaParts
 from serving.replica.place import ReplicaPlace
-from serving.settings.config import AppArgs, MetricsArgs, parse_args
+from serving.settings.config import AppArgs, parse_args
+from serving.settings.record_args import MetricsArgs
 from serving.text.text import TextProcessor
 from serving.wire.controller_calls import ControllerCalls
 from serving.wire.turns import ModelInfo, SamplingDefaults, SessionTurn, TokenPrompt, TurnCall, TurnEvent
