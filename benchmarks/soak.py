@@ -4,7 +4,7 @@
     RAY_AUTH_MODE=token python benchmarks/soak.py --hours 3 --config configs/cluster.yaml     # on the same machine
 
 `--config` is the file that `make serve` was started with: a rolling update deploys it with another size of the KV pool.
-This needs Ray's token (docs/operations.md, "Ray notes"). Every turn is checked, in the ways that
+This needs Ray's token (docs/operations/cluster.md, "Ray notes"). Every turn is checked, in the ways that
 benchmarks/session_talkers.py lists. It samples all the time what the processes use. For each kind of process the table
 compares the first third of the samples with the last.
 """

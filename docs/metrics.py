@@ -25,8 +25,8 @@ PAGE = Path(__file__).resolve().parent / "metrics.md"
 HEAD = """# Metrics
 
 This page lists the metrics that `GET /metrics` serves. `python docs/metrics.py` writes it.
-[operations.md](operations.md#metrics) describes how they are gathered, and the alerts. A histogram has the series
-`_bucket`, `_sum` and `_count`. A counter begins at zero when its process starts.
+[Metrics and alerts](operations/alerts.md) says which to look at first, and how they are gathered. A histogram has
+the series `_bucket`, `_sum` and `_count`. A counter begins at zero when its process starts.
 
 Every metric has the labels `cluster` and `model`, in addition to those in the tables.
 """
@@ -77,6 +77,35 @@ Turns also count in Serve's own `ray_serve_deployment_request_counter_total`. Se
 boards read from that counter which deployments there are, and which process is which replica.
 
 A counter exists only after it has counted something, so "Aborted Requests / s" is empty until a turn is aborted.
+
+### Ray's dashboard
+
+Ray's dashboard (`http://127.0.0.1:8265`) shows boards of a Grafana that reads a Prometheus that scrapes Ray. When Ray
+starts, it writes the configuration of both into its session's folder:
+
+1. Say where both will be, before `kedge serve` (or `ray start`): `export RAY_PROMETHEUS_HOST=http://127.0.0.1:9091
+   RAY_GRAFANA_HOST=http://127.0.0.1:3001`.
+2. `kedge serve my.yaml`, with `metrics: {ray_llm_names: vllm}` in `args`.
+3. `prometheus --config.file=/tmp/ray/session_latest/metrics/prometheus/prometheus.yml
+   --web.listen-address=127.0.0.1:9091 --storage.tsdb.path=.kedge/ray-prometheus`. Without the last option, Debian's
+   Prometheus writes into the folder of its own service.
+4. `GF_SERVER_HTTP_PORT=3001 grafana-server --homepath /usr/share/grafana --config
+   /tmp/ray/session_latest/metrics/grafana/grafana.ini web`. Debian has no Grafana; get it from its makers.
+5. Open the dashboard: "Metrics", and "Serve" with a few panels of Ray's boards for Serve. The boards for LLMs are on
+   none of its pages: they are in Grafana's folder "Ray", as "Serve LLM Dashboard" and "Serve LLM SGLang Dashboard".
+
+Panels show data after half a minute under load. Kedge's own gauges are in Ray's metrics in any case. On Ray's boards
+for Serve:
+
+- Requests are counted of the deployment `Ingress`. `LLMReplica` has little but its number of replicas, since turns
+  reach them by connections of Kedge's own.
+- The panels of gRPC and of multiplexed models stay empty, as Kedge uses neither.
+- "Error QPS per deployment" and "per replica" count requests whose clients went away. Errors that Kedge answers are in
+  "Error QPS per application".
+- "Ongoing HTTP Requests" and "Scheduling Tasks" come and go: Ray drops a gauge that is not set for 20 s.
+
+"Total QPS" of the boards for LLMs counts a request at the front end and its turn at the replica; with `LLMReplica` for
+"deployment" it counts turns only.
 """
 BOARDS: Mapping[LLMNames, DashboardConfig] = {
     "vllm": serve_llm_dashboard_config,

@@ -23,8 +23,8 @@ A field marked "required" must be sent. Any other field may be left out. It may 
 default for it. (`max_new_tokens` has a default and may be null.)
 
 The fields after "Refused" are known, but not supported. The server accepts them only if they ask for nothing: null,
-false, 0 or empty. The server refuses unknown fields, unless [`api.unknown_fields`](operations.md#settings) lets them
-pass. `/openapi.json` has the same information for programs.
+false, 0 or empty. The server refuses unknown fields, unless [`api.unknown_fields`](settings.md#apiunknown_fields) lets
+them pass. `/openapi.json` has the same information for programs.
 """
 SHARED = "## Objects\n\nThe tables above refer to these objects.\n"
 Schema = Mapping[str, Any]

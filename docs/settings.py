@@ -49,13 +49,13 @@ are started with: that of `kedge serve` if it starts Ray, or that of `ray start`
 
 | variable | read by | meaning |
 |---|---|---|
-| `KEDGE_API_KEYS` | front ends | [keys](operations.md#keys) of tenants, and of none |
-| `KEDGE_OPERATOR_KEYS` | front ends | [keys](operations.md#keys) of operators |
-| `KEDGE_LOG_KEYS` | the controller | keys that the [session log](operations.md#encryption) is encrypted with |
-| `KEDGE_REDIS_PASSWORD` | the controller | the password of the [log's Redis](operations.md#the-log-in-redis) |
+| `KEDGE_API_KEYS` | front ends | [keys](operations/keys.md) of tenants, and of none |
+| `KEDGE_OPERATOR_KEYS` | front ends | [keys](operations/keys.md) of operators |
+| `KEDGE_LOG_KEYS` | the controller | keys that [encrypt the session log](operations/session-log.md#encryption) |
+| `KEDGE_REDIS_PASSWORD` | the controller | the password of the [log's Redis](operations/redis.md) |
 | `KEDGE_REDIS_SENTINEL_PASSWORD` | the controller | the password of its Sentinels |
 | `KEDGE_HOME` | all | the folder that a relative `controller.state_dir` or `cache.disk_path` starts at |
-| `KEDGE_HAPROXY_CLIENT_CONNECTIONS` | HAProxy | [connections](operations.md#behind-haproxy) that an address may have |
+| `KEDGE_HAPROXY_CLIENT_CONNECTIONS` | HAProxy | [connections](operations/haproxy.md) that an address may have |
 | `KEDGE_URL` | `kedge chat`, `sessions`, … | the address of the server, without `/v1` |
 | `KEDGE_API_KEY` | `kedge chat`, `sessions`, … | the key that is sent with every call |
 | `KEDGE_TENANT` | `kedge sessions` and its subcommands | the tenant that a call is for, where the key is of no tenant |

@@ -1,5 +1,6 @@
-"""Walks "Watching it" of docs/operations.md and writes down what is really printed: a server with planted faults,
-Prometheus beside it, a leak, the alert, the culprit's name. Then walks docs/newcomer.py for docs/first-steps.md.
+"""Walks "From a leak to its repair" of docs/operations/planted-faults.md and writes down what is really printed: a
+server with planted faults, Prometheus beside it, a leak, the alert, the culprit's name. Then walks docs/newcomer.py for
+docs/first-steps.md.
 
     PYTHONPATH=. python docs/watching.py
 
@@ -22,7 +23,7 @@ from newcomer import Stopwatch, walk, with_table
 from transcripts import WRITTEN_URL, refreshed
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "operations.md"
+PAGE = ROOT / "docs" / "operations" / "planted-faults.md"
 FIRST_STEPS = ROOT / "docs" / "first-steps.md"
 PROMETHEUS_URL = "http://127.0.0.1:9090"
 START_TIMEOUT_S = 150.0

@@ -35,7 +35,7 @@ INGRESS_SURGE_PERCENT = 100
 
 SLOWER = (
     "Ray Serve's own proxy takes the calls. HAProxy in its place is faster: `kedge serve` puts it there, and"
-    ' docs/operations.md ("Behind HAProxy") says how it is done on a cluster of your own.'
+    " docs/operations/haproxy.md says how it is done on a cluster of your own."
 )
 
 logger = logging.getLogger("ray.serve")

@@ -261,14 +261,14 @@ def find_kernels(folder: Path = FOLDER, variants: Sequence[str] | None = None) -
             continue
         _declare(c)
         return Kernels(variant, found, c)
-    return NoKernels("; ".join(reasons) or "no kernels were compiled for this processor (docs/operations.md)")
+    return NoKernels("; ".join(reasons) or "no kernels were compiled for this processor (docs/platforms.md)")
 
 
 def _processor(folder: Path) -> ctypes.CDLL | NoKernels:
     """What says which variants run here. Its code runs on any CPU of the architecture."""
     path = _file(folder, "processor")
     if not path.is_file():
-        return NoKernels("no kernels were compiled when Kedge was installed (docs/operations.md)")
+        return NoKernels("no kernels were compiled when Kedge was installed (docs/platforms.md)")
     try:
         processor = ctypes.CDLL(str(path))
         for function in (processor.kedge_processor_runs, processor.kedge_processor_gains):

@@ -34,7 +34,7 @@ class CacheArgs(StrictModel):
     )
     kv_dtype: KVDType = Field(
         default="auto",
-        description="""`auto` stores KV in the type of the activations. [`fp8`](operations.md#gpus)
+        description="""`auto` stores KV in the type of the activations. [`fp8`](operations/gpus.md)
         (e4m3, with a scale for each token's head) needs attention `triton`.""",
     )
     prefix_cache: bool = Field(
@@ -58,7 +58,7 @@ class CacheArgs(StrictModel):
     )
     disk_mib: NotNegative = Field(
         default=0,
-        description="""[Disk space](operations.md#a-disk-below-the-host) of each replica, in MiB, for
+        description="""[Disk space](operations/memory.md#a-disk-below-the-host) of each replica, in MiB, for
         idle sessions' KV that does not fit into host memory. 0 turns it off. KV gets there by way of
         host memory, which must not be off.""",
     )

@@ -34,7 +34,7 @@ class DebugArgs(StrictModel):
 
     faults: bool = Field(
         default=False,
-        description="""Operators may [plant faults](operations.md#planted-faults). Refused unless only
+        description="""Operators may [plant faults](operations/planted-faults.md). Refused unless only
         this machine can call. A proxy on this machine must not pass on `/v1/kedge/debug/`.""",
     )
 

@@ -24,7 +24,7 @@ HEARTBEATS_PER_TIMEOUT = 3
 
 
 class ControllerArgs(StrictModel):
-    """The controller, which knows who owns which session, and [the session log](operations.md#the-session-log)."""
+    """The controller, which knows who owns which session, and [the session log](operations/session-log.md)."""
 
     name: NotEmpty = Field(
         default="kedge-controller",
@@ -43,7 +43,7 @@ class ControllerArgs(StrictModel):
     )
     redis_url: Annotated[str, Field(pattern=r"^(redis|rediss|unix|redis\+sentinel)://.")] | None = Field(
         default=None,
-        description="""The session log is [in Redis](operations.md#the-log-in-redis) instead:
+        description="""The session log is [in Redis](operations/redis.md) instead:
         `redis://host:port/db`, `rediss://…`, `unix:///path` or, behind Sentinel,
         `redis+sentinel://host:port,host:port/service/db`.""",
     )
@@ -58,7 +58,7 @@ class ControllerArgs(StrictModel):
     )
     encrypted: bool = Field(
         default=False,
-        description="""Histories and answers are [encrypted in the log](operations.md#encryption),
+        description="""Histories and answers are [encrypted in the log](operations/session-log.md#encryption),
         under keys from `KEDGE_LOG_KEYS`.""",
     )
     heartbeat_interval_s: Interval = Field(

@@ -45,11 +45,12 @@ class SchedulerArgs(StrictModel):
 
 
 class SpeculationArgs(StrictModel):
-    """[What proposes tokens](operations.md#speculation) for the model to verify."""
+    """What proposes tokens for the model to verify. This changes how fast tokens come, never which."""
 
     method: Annotated[SpeculationMethod, BeforeValidator(yaml_off)] = Field(
         default="off",
-        description="`off`: nothing; `ngram`: the session's own text; `draft`: a smaller model.",
+        description="""`off`: nothing; `ngram`: the session's own text, which needs no second model and
+        helps where answers repeat what was said before (quotes, code, lists); `draft`: a smaller model.""",
     )
     max_draft_tokens: Annotated[int, Field(ge=1, le=64)] = Field(
         default=SPECULATION.max_draft_tokens,
@@ -103,8 +104,8 @@ class ExecutionArgs(StrictModel):
 
     attention: AttentionName = Field(
         default="auto",
-        description="""On a GPU [`triton`, `flash` or `torch`](operations.md#gpus); on a CPU `cpu`, the
-        [compiled kernels](operations.md#kernels-for-processors), or `torch`. `auto` takes the first of
+        description="""On a GPU [`triton`, `flash` or `torch`](operations/gpus.md); on a CPU `cpu`, the
+        [compiled kernels](platforms.md#kernels-for-processors), or `torch`. `auto` takes the first of
         them that can run.""",
     )
     graphs: bool = Field(
@@ -117,21 +118,21 @@ class ExecutionArgs(StrictModel):
     overlap: bool = Field(default=True, description="On a GPU, plan and launch the next step while one runs.")
     decode_steps: Annotated[int, Field(ge=1, le=64)] = Field(
         default=1,
-        description="[Decode steps](operations.md#gpus) that run in one go while no request waits.",
+        description="[Decode steps](operations/gpus.md) that run in one go while no request waits.",
     )
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = Field(
         default=1,
-        description="[GPUs](operations.md#gpus) (or, on a CPU, processes) that hold one model between them.",
+        description="[GPUs](operations/gpus.md) (or, on a CPU, processes) that hold one model between them.",
     )
     linear: LinearName = Field(
         default="auto",
         description="""What multiplies by the weights. `auto` is, on a GPU, the quickest way for each
-        matrix, found at start; on a CPU, the [compiled kernels](operations.md#kernels-for-processors)
+        matrix, found at start; on a CPU, the [compiled kernels](platforms.md#kernels-for-processors)
         if there are any. `torch` is torch's own.""",
     )
     deterministic: bool = Field(
         default=False,
-        description="""[The same log-probabilities](operations.md#the-same-bits-in-every-batch) to the
+        description="""[The same log-probabilities](operations/same-bits.md) to the
         last bit, whatever else a replica computes.""",
     )
 

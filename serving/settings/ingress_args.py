@@ -62,17 +62,17 @@ class IngressArgs(StrictModel):
         default=(),
         strict=False,
         description="""Names of the server that calls may use, in lower case and without a port;
-        `*.example.com` is all names below that one. See [Browsers](operations.md#browsers).""",
+        `*.example.com` is all names below that one. See [Browsers](operations/keys.md#browsers).""",
     )
     allowed_origins: tuple[Origin, ...] = Field(
         default=(),
         strict=False,
-        description="""Sites whose pages may call, as [browsers](operations.md#browsers) name them:
+        description="""Sites whose pages may call, as [browsers](operations/keys.md#browsers) name them:
         `https://pages.example`.""",
     )
     keys_file: NotEmpty | None = Field(
         default=None,
-        description="A file with the hashes of [keys](operations.md#keys).",
+        description="A file with the hashes of [keys](operations/keys.md).",
     )
     incremental_streaming_output: bool = Field(
         default=False,
@@ -81,7 +81,7 @@ class IngressArgs(StrictModel):
     )
     operator_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         default=None,
-        description="""The only port at which [operators' calls](operations.md#keys) are taken, another
+        description="""The only port at which [operators' calls](operations/keys.md) are taken, another
         than `http_options.port`. Unless set, the usual port takes them.""",
     )
     operator_host: NotEmpty = Field(

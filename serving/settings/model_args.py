@@ -81,12 +81,12 @@ class ModelArgs(StrictModel):
     )
     adapters: dict[Name, NotEmpty] = Field(
         default_factory=dict,
-        description="""[LoRA adapters](operations.md#adapters) by the names that requests give as their
+        description="""[LoRA adapters](operations/adapters.md) by the names that requests give as their
         model: `{name: path}`, a directory or a hub id each.""",
     )
     keep_fp8: bool = Field(
         default=False,
-        description="On a GPU, matrices that the checkpoint has in fp8 [stay so in memory](operations.md#gpus).",
+        description="On a GPU, matrices that the checkpoint has in fp8 [stay so in memory](operations/gpus.md).",
     )
 
     @field_validator("path")

@@ -15,7 +15,7 @@ EXPORTER = "opentelemetry.exporter.otlp.proto.http"
 
 
 class TracingArgs(StrictModel):
-    """Spans of turns ([traces](operations.md#traces))."""
+    """Spans of turns ([traces](operations/traces-and-logs.md#traces))."""
 
     endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+")] | None = Field(
         default=None,
@@ -67,7 +67,7 @@ class TracingArgs(StrictModel):
 
 
 class LogsArgs(StrictModel):
-    """What front ends and replicas [log](operations.md#logs), with Ray Serve's own lines."""
+    """What front ends and replicas [log](operations/traces-and-logs.md#logs), with Ray Serve's own lines."""
 
     format: Literal["text", "json"] = Field(
         default="text",
@@ -95,7 +95,7 @@ class LogsArgs(StrictModel):
 
 
 class MetricsArgs(StrictModel):
-    """What [metrics](operations.md#metrics) say, and how often replicas check their books."""
+    """What [metrics](operations/alerts.md) say, and how often replicas check their books."""
 
     cluster_name: NotEmpty = Field(
         default="kedge",
@@ -108,7 +108,7 @@ class MetricsArgs(StrictModel):
     )
     audit_interval_s: Interval | None = Field(
         default=60.0,
-        description="""How often each replica [walks over all of its pages](operations.md#audit) by
+        description="""How often each replica [walks over all of its pages](operations/console.md#audit) by
         itself; null: only when asked.""",
     )
     tenant_names: bool = Field(

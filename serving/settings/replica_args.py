@@ -16,7 +16,7 @@ SHORTEST_STEP_TIMEOUT_S = 1.0
 
 
 class AutoscalingArgs(StrictModel):
-    """[The number of replicas follows their load](operations.md#autoscaling)."""
+    """[The number of replicas follows their load](operations/replicas.md#autoscaling)."""
 
     min_replicas: PositiveInt = Field(default=1, description="The smallest number of replicas.")
     max_replicas: PositiveInt = Field(description="The largest number of replicas.")
@@ -56,12 +56,13 @@ class ReplicaArgs(StrictModel):
 
     count: PositiveInt = Field(
         default=2,
-        description="""How many replicas there are. [How to change it](operations.md#planned-changes)
+        description="""How many replicas there are. [How to change it](operations/changes.md)
         while they serve.""",
     )
     autoscaling: AutoscalingArgs | None = Field(
         default=None,
-        description="In place of `count`: the number of replicas [follows their load](operations.md#autoscaling).",
+        description="""In place of `count`: the number of replicas
+        [follows their load](operations/replicas.md#autoscaling).""",
     )
     num_cpus: Annotated[float, Field(ge=0)] = Field(default=0.5, description="CPUs that Ray reserves.")
     num_gpus: Annotated[float, Field(ge=0)] = Field(
@@ -81,7 +82,7 @@ class ReplicaArgs(StrictModel):
     )
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = Field(
         default=None,
-        description="""How many new replicas [a rolling update](operations.md#planned-changes) starts
+        description="""How many new replicas [a rolling update](operations/changes.md) starts
         before it stops old ones, in percent of those there are. Unless set, 100, and with `num_gpus` 0.""",
     )
 

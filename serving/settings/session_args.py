@@ -98,7 +98,7 @@ class SessionArgs(StrictModel):
 
 
 class TenantArgs(StrictModel):
-    """What each [tenant](operations.md#tenants) may have. Unless set, there is no limit."""
+    """What each [tenant](operations/keys.md#tenants) may have. Unless set, there is no limit."""
 
     max_sessions: PositiveInt | None = Field(default=None, description="Open sessions of each tenant.")
     max_history_tokens: PositiveInt | None = Field(
@@ -118,7 +118,7 @@ class TenantArgs(StrictModel):
 
 
 class RebalancingArgs(StrictModel):
-    """What is done about [uneven load](operations.md#uneven-load)."""
+    """What is done about [uneven load](operations/replicas.md#uneven-load)."""
 
     enabled: bool = Field(default=True, description="Sessions move from a busy replica to a less busy one.")
     min_gap: Annotated[float, Field(ge=2)] = Field(

@@ -92,7 +92,7 @@ def test_load_brings_a_replica_and_its_absence_takes_it_away(cluster: ServedClus
 
 
 def test_beside_args_a_number_is_taken_in_place_of_autoscaling_only(cluster: ServedCluster) -> None:
-    """Checks what docs/operations.md says about changes that replace no replica."""
+    """Checks what docs/operations/changes.md says about changes that replace no replica."""
     first = until(cluster, 1)
     override(cluster, num_replicas=2)
     assert eventually(lambda: deployed(cluster), SCALED_S)["target_num_replicas"] == 1

@@ -1,4 +1,4 @@
-"""`kedge serve` on an existing Ray cluster, as docs/operations.md describes in 'A cluster of your own'."""
+"""`kedge serve` on an existing Ray cluster, as docs/operations/cluster.md describes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What Ray Serve takes only from the environment. docs/operations.md says what each variable does ("Behind HAProxy",
-"Ray notes")."""
+"""What Ray Serve takes only from the environment. docs/operations/haproxy.md says what each variable
+does, and docs/operations/cluster.md ("Ray notes")."""
 
 from __future__ import annotations
 

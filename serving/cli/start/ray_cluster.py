@@ -40,7 +40,7 @@ def check_cluster(address: str | None, environ: Mapping[str, str], *, allow_open
     elif not allow_open and _others_reach(cluster):
         raise StartError(
             f"the Ray cluster at {cluster} asks for no token: it runs code of everybody who reaches it. Start it with"
-            " tokens (docs/operations.md, 'A cluster of your own'), or serve on it nevertheless with --allow-no-token"
+            " tokens (docs/operations/cluster.md), or serve on it nevertheless with --allow-no-token"
         )
     return True
 

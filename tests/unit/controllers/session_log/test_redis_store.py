@@ -99,7 +99,7 @@ def test_the_documented_command_forgets_all_sessions(
     for session_id in ("s", "tenant s", "tenant it's"):
         store.open(replace(SESSION, session_id=session_id, tenant=tenant_in(session_id)))
     store.disconnect()
-    page = (ROOT / "docs" / "operations.md").read_text()
+    page = (ROOT / "docs" / "operations" / "redis.md").read_text()
     (command,) = (line.strip() for line in page.splitlines() if "redis-cli --scan" in line)
     command = command.replace("kedge-controller", log.name).replace(
         "redis-cli", f"redis-cli -s {redis_server.directory}/redis.sock"

@@ -125,7 +125,7 @@ assert torch.equal(linear(x), expected)
 def test_without_builds_there_is_a_reason(tmp_path: Path) -> None:
     refused = find_kernels(tmp_path)
     assert isinstance(refused, NoKernels)
-    assert "docs/operations.md" in refused.reason
+    assert "docs/platforms.md" in refused.reason
 
 
 @every_build
