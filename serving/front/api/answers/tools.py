@@ -85,17 +85,15 @@ class ToolUse:
         return tuple(tool.for_template() for tool in self.tools)
 
     def constraint(self, answer: HeldAnswer | None) -> OutputConstraint | None:
-        """What the answer is held to: to calls; or, if the model may choose, to calls or the schema of `answer`."""
+        """What the answer is held to: to calls; or, if the model may choose, to calls or the schema of `answer`. An
+        answer that must be calls has no text, which is what `answer` is about."""
         if self.choice == "none" or (self.choice == "auto" and answer is None):
             return None if answer is None else answer.constraint
-        if answer is not None and (self.choice != "auto" or answer.constraint.kind != "json_schema"):
-            reason = (
-                "tool_choice already says what the answer must be"
-                if self.choice != "auto"
-                else "beside tools only JSON can be enforced"
-            )
+        if self.choice != "auto":
+            answer = None
+        elif answer is not None and answer.constraint.kind != "json_schema":
             param = answer.field.partition(".")[0]
-            raise refusal(f"{param}: {reason}.", param)
+            raise refusal(f"{param}: beside tools only JSON can be enforced.", param)
         named = self.choice.function.name if isinstance(self.choice, NamedTool) else None
         functions = [
             {"name": tool.function.name, "parameters": tool.function.arguments_schema}

@@ -91,10 +91,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [], "tool_choice": named("clock")}, "tool_choice"),
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"tools": TOOLS, "functions": [{"name": "f"}]}, "functions"),
-    (
-        {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
-        "response_format",
-    ),
     ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"tools": [tool(name="f", parameters={"not": {}})], "tool_choice": "required"}, "tools"),
     ({"tools": [tool(name="f", parameters={"title": "x" * 70_000})], "tool_choice": "required"}, "tools"),
@@ -237,6 +233,17 @@ async def test_a_choice_between_calls_and_an_answer_in_a_format(tmp_path: Path) 
         assert reasons == {"stop", "tool_calls"}
         none = await ask(client, {**body, "tool_choice": "none"})
         jsonschema.validate(json.loads(none["message"]["content"]), answer)
+
+
+@pytest.mark.parametrize("choice", ["required", named("clock"), allowed("required", "clock")])
+async def test_a_format_is_about_text_and_an_answer_that_must_be_calls_has_none(
+    tmp_path: Path, choice: str | dict[str, Any]
+) -> None:
+    """So asked agents with tools and a type for their last answer: OpenAI's Agents SDK, the AI SDK, instructor."""
+    async with tool_client(tmp_path) as (client, _):
+        held = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 1}}}
+        answer = checked(await ask(client, {**REQUIRED, "tool_choice": choice, "response_format": held}))
+        assert answer == checked(await ask(client, {**REQUIRED, "tool_choice": choice}))
 
 
 async def test_a_session_has_the_tools_of_its_first_turn(tmp_path: Path) -> None:
