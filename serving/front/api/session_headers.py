@@ -21,6 +21,9 @@ TurnHeader = Annotated[int | None, Header(alias="x-session-turn", ge=0, le=MAX_I
 """The number that the turn must have in its session; otherwise it is refused."""
 RetriesHeader = Annotated[int | None, Header(alias="x-stainless-retry-count", ge=0, le=MAX_RETRIES)]
 """OpenAI's SDKs count here how often they have sent this call before."""
+AffinityHeader = Annotated[str | None, Header(alias="x-session-affinity")]
+"""opencode sends one id here and as x-session-id, with its conversation and with requests beside it, such as that for
+its title. Such an id names no session."""
 IdempotencyHeader = Annotated[Name | None, Header(alias="idempotency-key")]
 
 
@@ -61,7 +64,10 @@ async def get_session_headers(
     x_session_turn: TurnHeader = None,
     idempotency_key: IdempotencyHeader = None,
     x_stainless_retry_count: RetriesHeader = None,
+    x_session_affinity: AffinityHeader = None,
 ) -> SessionHeaders:
+    if x_session_id == x_session_affinity:
+        x_session_id = None
     return SessionHeaders(
         x_session_id, x_session_mode, x_session_turn, idempotency_key, x_stainless_retry_count
     )

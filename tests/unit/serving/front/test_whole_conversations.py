@@ -67,6 +67,17 @@ def cached(reply: dict[str, Any]) -> int:
     return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+async def test_an_id_that_is_for_affinity_too_names_no_session(tmp_path: Path) -> None:
+    """opencode sends it with its conversation and with the request for a title, which has rules of its own."""
+    async with local_client(tmp_path) as (client, _):
+        told = user("My dog is called Rex.")
+        await ask(client, [OTHER_RULES, user("Write a title."), told], "ses_1", affinity="ses_1")
+        reply = await ask(client, [RULES, told], "ses_1", affinity="ses_1")
+        again = await ask(client, [RULES, told, answer(reply), user("Who?")], "ses_1", affinity="ses_1")
+        assert cached(again) >= reply["usage"]["prompt_tokens"]
+        assert (await client.get("/v1/kedge/sessions")).json()["sessions"] == []
+
+
 @pytest.mark.parametrize("session", [None, "named"])
 async def test_a_turn_with_its_whole_history_costs_what_is_new(tmp_path: Path, session: str | None) -> None:
     """With the header the history used to be appended to itself: 41, 123, 235 prompt tokens in place of 41, 74, 104."""
