@@ -84,10 +84,13 @@ def _check_sampling(sampling: SamplingParams, limits: RequestLimits) -> None:
 
 
 def _check_length(request: GenerateRequest, limits: RequestLimits) -> None:
+    """Many clients know a full context by the words of vLLM's message, or of Anthropic's, and then shorten what they
+    send: this message has both."""
     if request.prompt_len >= limits.max_context_len:
         raise ContextLengthExceeded(
-            f"the input is {request.prompt_len} tokens long ({request.history_len} of history); "
-            f"the model's context length is {limits.max_context_len}",
+            f"the prompt is too long: {request.prompt_len} tokens > {limits.max_context_len - 1} maximum "
+            f"({request.history_len} of history). This model's maximum context length is "
+            f"{limits.max_context_len} tokens, with at least one for the answer",
             param="input_ids",
         )
     longest = min(request.prompt_len + request.sampling.max_new_tokens, limits.max_context_len)

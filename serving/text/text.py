@@ -361,8 +361,8 @@ class TextProcessor:
         """Refuses a text that can never fit before any work is done on it."""
         if self._token_bytes is not None and num_chars > self._max_context_len * self._token_bytes.longest:
             raise ContextLengthExceeded(
-                f"The text of {num_chars} characters is longer than the maximum context length of "
-                f"{self._max_context_len} tokens allows.",
+                f"The prompt is too long: {num_chars} characters. This model's maximum context length is "
+                f"{self._max_context_len} tokens.",
                 param,
             )
 

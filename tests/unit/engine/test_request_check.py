@@ -28,10 +28,10 @@ from tests.unit.engine.engine_rig import Rig, running
         ({"new_tokens": [-1]}, InvalidRequest, "input_ids", f"0..{VOCAB - 1}"),
         ({"new_tokens": [1], "history": [1], "history_len": 2}, InvalidRequest, "history_len", "fit"),
         ({"new_tokens": [1], "history": [1], "history_len": -1}, InvalidRequest, "history_len", "fit"),
-        ({"new_tokens": [1] * 256}, ContextLengthExceeded, "input_ids", "256 tokens long .0 of history"),
+        ({"new_tokens": [1] * 256}, ContextLengthExceeded, "input_ids", "256 tokens > 255 maximum .0 of history"),
         (
             {"new_tokens": [1] * 6, "history": [1] * 250, "history_len": 250},
-            ContextLengthExceeded, "input_ids", "250 of history.; the model's context length is 256",
+            ContextLengthExceeded, "input_ids", "250 of history.. This model's maximum context length is 256 tokens",
         ),
         (
             {"new_tokens": [1] * 100, "max_new_tokens": 29},
