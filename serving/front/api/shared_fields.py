@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -54,6 +55,7 @@ class SharedFields(StrictBody):
     top_k: TopK | None = None
     min_p: MinP | None = None
     repetition_penalty: RepetitionPenalty | None = None
+    ignore_eos: bool | None = None
     seed: Seed | None = None
     priority: Priority | None = Field(None, description=LOWER_FIRST)
     prompt_cache_key: str | None = Field(
@@ -72,7 +74,7 @@ class SharedFields(StrictBody):
 
     def sampling(self, model: ModelInfo) -> SamplingParams:
         """The engine's parameters; the seed and the token limit are passed separately."""
-        return base_sampling(
+        sampling = base_sampling(
             model,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -80,6 +82,7 @@ class SharedFields(StrictBody):
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
         )
+        return replace(sampling, ignore_eos=bool(self.ignore_eos))
 
 
 def check_stream_options(options: StrictBody | None, body: SharedFields) -> None:

@@ -52,7 +52,6 @@ class OpenAiBody(GuidedFields, SharedFields):
     response_format: ResponseFormat | None = None
 
     stop_token_ids: StopTokenIds | None = None
-    ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = Field(None, description="The reply has the ids of the answer's tokens.")
@@ -119,7 +118,6 @@ class OpenAiBody(GuidedFields, SharedFields):
             presence_penalty=self.presence_penalty or 0.0,
             logit_bias=checked_bias(self.logit_bias, model, "logit_bias"),
             stop_token_ids=frozenset(stop_ids),
-            ignore_eos=bool(self.ignore_eos),
             min_new_tokens=self.min_tokens or 0,
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
         )

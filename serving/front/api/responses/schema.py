@@ -117,7 +117,7 @@ NamedConversation = Annotated[
 
 class ResponsesBody(SharedFields):
     """`input` is a text or a list of items; it may be missing if the response goes on from something. `top_k`, `min_p`,
-    `repetition_penalty` and `seed` are vLLM's fields."""
+    `repetition_penalty`, `ignore_eos` and `seed` are vLLM's fields."""
 
     input: Input = Field(default_factory=list)
     instructions: str | None = None

@@ -200,6 +200,7 @@ class GenerateBody(StrictBody):
     input_embeds: NotSupported = None
     modalities: NotSupported = None
     return_hidden_states: NotSupported = None
+    return_routed_experts: NotSupported = None
     token_ids_logprob: NotSupported = None
     video_data: NotSupported = None
 

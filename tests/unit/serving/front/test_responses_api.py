@@ -203,6 +203,12 @@ async def test_a_response_says_how_it_was_sampled(served: Served, monkeypatch: p
     assert (own.temperature, own.top_p) == (0, 1)
 
 
+async def test_load_clients_ask_for_answers_of_full_length(served: Served) -> None:
+    """guidellm and vLLM's benchmark do so in Responses, as in chats."""
+    await served.ask("My dog is called Rex.", extra_body={"ignore_eos": True})
+    assert served.service.calls[-1].sampling.ignore_eos
+
+
 async def test_what_is_not_stored_is_not_had_again(served: Served) -> None:
     response = await served.ask("one", store=False)
     assert served.service.cluster.sessions() == []

@@ -178,6 +178,23 @@ async def test_a_turn_may_only_take_in_its_input(tmp_path: Path) -> None:
         assert reply["meta_info"]["cached_tokens"] in (2, 3)
 
 
+async def test_sglangs_load_client_is_served(tmp_path: Path) -> None:
+    """Its `bench_serving` names some fields in order to ask for nothing."""
+    body = {
+        "text": "dog",
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True},
+        "stream": False,
+        "lora_path": None,
+        "return_logprob": False,
+        "return_routed_experts": False,
+        "logprob_start_len": -1,
+    }
+    async with local_client(tmp_path) as (client, _):
+        assert (await generate(client, **body))["meta_info"]["completion_tokens"] == 6
+        error = await refused(client, "/generate", **(body | {"return_routed_experts": True}))
+        assert (error["param"], error["code"]) == ("return_routed_experts", "unsupported_field")
+
+
 async def test_batches(tmp_path: Path) -> None:
     async with local_client(tmp_path) as (client, _):
         replies = await generate(client, input_ids=[[5, 6, 7], [8]], rid=["a", "b"])
