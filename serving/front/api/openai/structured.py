@@ -41,7 +41,7 @@ class ResponseFormat(StrictBody):
 
 
 class GuidedFields(StrictBody):
-    """vLLM's earlier names for the same."""
+    """vLLM's earlier names for the same, and SGLang's `regex` and `ebnf`."""
 
     guided_json: SchemaOrText | None = None
     guided_regex: Regex | None = None
@@ -51,6 +51,8 @@ class GuidedFields(StrictBody):
         None, description="This field has no effect: there is only one backend."
     )
     guided_whitespace_pattern: NotSupported = None
+    regex: Regex | None = None
+    ebnf: Grammar | None = None
 
 
 class StructuredOutputs(StrictBody):
@@ -75,10 +77,6 @@ def held_answer(
     by_format = None if wanted is None else _by_format(wanted)
     by_others = None if others is None else _by_others(others)
     by_guided = None if guided is None else _by_guided(guided)
-    if by_format is not None and by_others is not None:
-        raise refusal(
-            "structured_outputs: response_format already says what the answer must be.", "structured_outputs"
-        )
     return _only_one(list(filter(None, (by_format, by_others, by_guided))))
 
 
@@ -107,9 +105,14 @@ def _by_others(wanted: StructuredOutputs) -> HeldAnswer | None:
 
 
 def _by_guided(wanted: GuidedFields) -> HeldAnswer | None:
-    return _only_one(
-        _held("guided_", wanted.guided_json, wanted.guided_regex, wanted.guided_choice, wanted.guided_grammar)
+    held = _held(
+        "guided_", wanted.guided_json, wanted.guided_regex, wanted.guided_choice, wanted.guided_grammar
     )
+    if wanted.regex is not None:
+        held.append(_by_regex(wanted.regex, "regex"))
+    if wanted.ebnf is not None:
+        held.append(HeldAnswer(OutputConstraint("grammar", wanted.ebnf), "ebnf"))
+    return _only_one(held)
 
 
 def _held(
@@ -134,10 +137,12 @@ def _held(
 
 
 def _only_one(held: list[HeldAnswer]) -> HeldAnswer | None:
-    if len(held) > 1:
-        raise refusal(
-            f"{held[1].field}: {held[0].field} already says what the answer must be.", held[1].field
-        )
+    """Some clients say the same in several fields, of which each server knows one."""
+    for other in held[1:]:
+        if other.constraint != held[0].constraint:
+            raise refusal(
+                f"{other.field}: {held[0].field} already says what the answer must be.", other.field
+            )
     return held[0] if held else None
 
 

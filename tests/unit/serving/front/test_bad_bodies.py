@@ -113,7 +113,7 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
             "structured_outputs": {"regex": "a"},
             "response_format": {"type": "json_object"},
         },
-        "structured_outputs",
+        "structured_outputs.regex",
     ),
     (GENERATE, {"text": "a", "sampling_params": {"json_schema": "{"}}, GENERATE_SCHEMA),
     (GENERATE, {"text": "a", "sampling_params": {"json_schema": "[]"}}, GENERATE_SCHEMA),

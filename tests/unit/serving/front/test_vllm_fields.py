@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,22 @@ async def test_bad_words_and_allowed_tokens(tmp_path: Path) -> None:
         ({"guided_grammar": 'root ::= "ab" | x\nx ::= "cd"'}, {"ab", "cd"}),
         ({"guided_grammar": 'start: "ab" | X\nX: "cd"', "guided_decoding_backend": "xgrammar"}, {"ab", "cd"}),
         ({"structured_outputs": {"grammar": '%llguidance {}\nstart: "ab" | "cd"'}}, {"ab", "cd"}),
+        ({"regex": "ab|cd"}, {"ab", "cd"}),
+        ({"ebnf": 'root ::= "ab" | x\nx ::= "cd"'}, {"ab", "cd"}),
     ],
 )
 async def test_what_guides_an_answer(tmp_path: Path, fields: dict[str, Any], texts: set[str]) -> None:
     async with local_client(tmp_path) as (client, _):
         assert (await said(client, **fields))["text"] in texts
+
+
+async def test_the_same_may_be_said_in_the_fields_of_several_versions(tmp_path: Path) -> None:
+    """guidance says a grammar to vLLM so, because an earlier vLLM does not know the later field."""
+    grammar = '%llguidance {}\n\nstart: "I say " c r\nc[capture]: C\n\nC: "yes"\n     | "no"\n\nr[capture]: /[ab]{3}/\n'
+    guided = {"guided_decoding_backend": "guidance", "guided_grammar": grammar}
+    async with local_client(tmp_path) as (client, _):
+        told = await said(client, max_tokens=40, structured_outputs={"grammar": grammar}, **guided)
+        assert re.fullmatch("I say (yes|no)[ab]{3}", told["text"])
 
 
 async def test_ebnf_guides_the_native_protocol(tmp_path: Path) -> None:
@@ -118,6 +130,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "a", "guided_regex": "("}, "guided_regex"),
     (CHAT, {"messages": [HELLO], "guided_json": "{"}, "guided_json"),
     (CHAT, {"messages": [HELLO], "guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+    (CHAT, {"messages": [HELLO], "guided_regex": "a", "regex": "b"}, "regex"),
+    (CHAT, {"messages": [HELLO], "ebnf": "root ::= x"}, "ebnf"),
     (CHAT, {"messages": [HELLO], "guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
     (CHAT, {"messages": [HELLO], "structured_outputs": {"grammar": "?"}}, "structured_outputs.grammar"),
     (GENERATE, {"text": "a", "sampling_params": {"ebnf": "root ::= ("}}, "sampling_params.ebnf"),
