@@ -72,7 +72,7 @@ class Function(StrictBody):
 
 
 class Tool(StrictBody):
-    type: FunctionKind
+    type: FunctionKind = "function"
     function: Function
 
     def for_template(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class ChosenFunction(StrictBody):
 
 
 class NamedTool(StrictBody):
-    type: FunctionKind
+    type: FunctionKind = "function"
     function: ChosenFunction
 
 

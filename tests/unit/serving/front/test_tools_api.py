@@ -246,6 +246,19 @@ async def test_a_format_is_about_text_and_an_answer_that_must_be_calls_has_none(
         assert answer == checked(await ask(client, {**REQUIRED, "tool_choice": choice}))
 
 
+async def test_a_tool_without_a_type_is_a_function(tmp_path: Path) -> None:
+    """Hugging Face's client names a function so. vLLM and SGLang take tools without a type, too."""
+    untyped = {
+        "tools": [{"function": tool["function"]} for tool in TOOLS],
+        "tool_choice": {"function": {"name": "clock"}},
+    }
+    async with tool_client(tmp_path) as (client, service):
+        assert checked(await ask(client, REQUIRED | untyped)) == ["clock"]
+        await ask(client, REQUIRED | {"tool_choice": named("clock")})
+        left, right = service.calls
+        assert (left.prompt, left.constraint) == (right.prompt, right.constraint)
+
+
 async def test_a_session_has_the_tools_of_its_first_turn(tmp_path: Path) -> None:
     async with tool_client(tmp_path) as (client, service):
         first = await ask(client, REQUIRED, x_session_id="s")
