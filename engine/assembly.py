@@ -67,7 +67,7 @@ def assemble_engine(
         StopCriteria(eos_token_ids, context_len, facts.vocab_size),
         scheduler,
         counters,
-        _proposer(speculation, costs, eos_token_ids),
+        _proposer(speculation, costs),
         mirrors_prompts=speculation.method == "draft",
         decode_steps=execution.decode_steps,
         clock=clock,
@@ -86,13 +86,11 @@ def assemble_engine(
     )
 
 
-def _proposer(
-    speculation: SpeculationSettings, costs: StepCosts | None, eos_token_ids: frozenset[int]
-) -> Proposer:
+def _proposer(speculation: SpeculationSettings, costs: StepCosts | None) -> Proposer:
     if costs is None:
         return NoProposer()
     if speculation.method == "ngram":
-        return NgramProposer(speculation.ngram_size, speculation.max_draft_tokens, costs, eos_token_ids)
+        return NgramProposer(speculation.ngram_size, speculation.max_draft_tokens, costs)
     return DraftModelProposer(speculation.max_draft_tokens, costs)
 
 

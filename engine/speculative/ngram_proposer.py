@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from engine.api import SamplingParams
 from engine.request import LiveRequest
 from engine.speculative.adaptive import DraftLength
 from engine.speculative.ngram import LONGEST_MATCH, Match, NgramIndex
@@ -44,14 +43,11 @@ class NgramProposer:
         ngram_size: int,
         max_draft_tokens: int,
         costs: StepCosts,
-        eos_token_ids: frozenset[int] = frozenset(),
         most_indexed_tokens: int = MOST_INDEXED_TOKENS,
     ) -> None:
-        """Nothing is proposed past a token that would end the request."""
         self._ngram_size = ngram_size
         self._max_draft_tokens = max_draft_tokens
         self._costs = costs
-        self._eos_token_ids = eos_token_ids
         self._most_indexed_tokens = most_indexed_tokens
         self._active: dict[str, _Session] = {}  # by request id
         self._idle: OrderedDict[str, _Session] = OrderedDict()  # by session id, least recently used first
@@ -99,15 +95,9 @@ class NgramProposer:
 
     def _pays(self, state: _Session, match: Match, request: LiveRequest, position: int) -> int:
         """How many of the match's tokens are worth verifying when the sequence is `position` tokens long."""
-        longest = self._until_stop(match.token_ids, request.spec.sampling)
+        longest = _until_stop(match.token_ids, request.stop_ids)
         cost = self._costs.of_proposals(len(self._active))
         return state.lengths[self._kind(match.length)].choose(position, longest, cost)
-
-    def _until_stop(self, token_ids: tuple[int, ...], sampling: SamplingParams) -> int:
-        for count, token in enumerate(token_ids, start=1):
-            if token in sampling.stop_token_ids or (token in self._eos_token_ids and not sampling.ignore_eos):
-                return count
-        return len(token_ids)
 
     def _kind(self, match_length: int) -> int:
         if match_length < 2 * self._ngram_size:
@@ -130,9 +120,8 @@ class NgramProposer:
     def _give_back(self, request: LiveRequest, length: int) -> None:
         """Active -> idle, with its first `length` tokens. Over the limit, the least recently used are dropped."""
         state, session_id = self._active.pop(request.request_id, None), request.spec.session_id
-        if (
-            state is None or session_id is None or length == 0
-        ):  # nothing to keep, and the limit would not see it
+        # Nothing would be kept of no tokens, and the limit would not see it.
+        if state is None or session_id is None or length == 0:
             return
         state.index.truncate(length)
         self._take(session_id)
@@ -140,3 +129,11 @@ class NgramProposer:
         self._indexed_tokens += len(state.index)
         while self._indexed_tokens > self._most_indexed_tokens:
             self._take(next(iter(self._idle)))
+
+
+def _until_stop(token_ids: tuple[int, ...], stop_ids: frozenset[int]) -> int:
+    """How many tokens there are up to one that would end the request."""
+    for count, token in enumerate(token_ids, 1):
+        if token in stop_ids:
+            return count
+    return len(token_ids)

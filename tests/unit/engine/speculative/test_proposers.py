@@ -11,6 +11,7 @@ from engine.request import LiveRequest
 from engine.speculative.ngram_proposer import NgramProposer
 from engine.speculative.proposers import NOTHING, DraftModelProposer, NoProposer, Proposal
 from engine.speculative.step_costs import StepCosts
+from engine.stops import StopCriteria
 
 COSTS = StepCosts(0.3, 0.1)
 PHRASE = [11, 12, 13, 14, 15, 16, 17, 18]
@@ -77,10 +78,11 @@ def test_wrong_proposals_pause_it() -> None:
 
 
 def test_nothing_is_proposed_past_the_end() -> None:
-    ngrams = NgramProposer(3, 8, COSTS, eos_token_ids=frozenset({PHRASE[4]}))
+    ngrams, criteria = proposer(), StopCriteria(frozenset({PHRASE[4]}), 512, 1 + max(PHRASE))
     for stops, ignore_eos, count in ((set(), False, 2), (set(), True, 5), ({PHRASE[3]}, False, 1)):
         sampling = SamplingParams(stop_token_ids=frozenset(stops), ignore_eos=ignore_eos)
         request = LiveRequest(GenerateRequest("r", [*PHRASE, *PHRASE[:3]], sampling), 0)
+        criteria.begin(request)
         ngrams.begin(request)
         ngrams.observe(request, 20, 20)
         assert ngrams.propose(request, 5).token_ids == tuple(PHRASE[3 : 3 + count])
