@@ -49,29 +49,9 @@ RankStarter = Callable[[Sequence[Ticket]], Sequence[RankProcess]]
 """Starts a process for each ticket, without waiting for them."""
 
 
-class Follower(Protocol):
-    """Another rank. It carries out messages in the order they were posted."""
-
-    @property
-    def ready(self) -> Future[RunnerFacts]:
-        """Done when the rank's runner is made."""
-
-    def post(self, message: bytes) -> None:
-        """Raises RanksLost."""
-
-    def ask(self, message: bytes) -> Future[None]:
-        """As `post`. The future is done when the rank has carried the message out, with RanksLost if the rank is gone
-        before that."""
-
-    def end(self) -> None:
-        """Tells the rank to end once it has carried out what was posted."""
-
-    def close(self, timeout_s: float) -> None:
-        """Waits up to `timeout_s` for the rank's end, then closes the connection."""
-
-
 class LinkedFollower:
-    """A Follower over a Link. `lost` is called once with the reason why the rank is gone, on a thread of this
+    """Another rank, over a Link. It carries out messages in the order in which they were posted. `ready` is done when
+    the rank's runner is made. `lost` is called once with the reason why the rank is gone, on a thread of this
     object."""
 
     def __init__(self, rank: int, link: Link, lost: Callable[[str], None]) -> None:
@@ -88,6 +68,7 @@ class LinkedFollower:
         self._thread.start()
 
     def post(self, message: bytes) -> None:
+        """Raises RanksLost."""
         self._posted += 1
         try:
             self._link.send(message)
@@ -95,6 +76,8 @@ class LinkedFollower:
             raise RanksLost(self._gone or f"rank {self._rank} takes no more commands: {error}") from error
 
     def ask(self, message: bytes) -> Future[None]:
+        """As `post`. The future is done when the rank has carried the message out, with RanksLost if the rank is gone
+        before that."""
         answer: Future[None] = Future()
         with self._lock:
             if self._gone is not None:
@@ -104,6 +87,7 @@ class LinkedFollower:
         return answer
 
     def end(self) -> None:
+        """Tells the rank to end once it has carried out what was posted."""
         self._closing = True
         if self._gone is None:
             try:
@@ -112,6 +96,7 @@ class LinkedFollower:
                 _logger.warning("rank %d could not be told to end", self._rank)
 
     def close(self, timeout_s: float) -> None:
+        """Waits up to `timeout_s` for the rank's end, then closes the connection."""
         self._thread.join(timeout_s)
         self._link.close()
 
@@ -166,9 +151,7 @@ class Team:
         self._when_lost: Callable[[], None] = lambda: None
         self._processes = processes
         self._lock = threading.Lock()  # guards _failure
-        self.followers: Sequence[Follower] = [
-            LinkedFollower(rank, link, self.fail) for rank, link in enumerate(links, 1)
-        ]
+        self.followers = [LinkedFollower(rank, link, self.fail) for rank, link in enumerate(links, 1)]
 
     @property
     def failure(self) -> RanksLost | None:
