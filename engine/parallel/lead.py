@@ -187,40 +187,28 @@ class LeadLaunch:
         return self._lead.take(self._launch)
 
 
-class _Together:
-    """Counts copies down. The last to end settles `all`, with the first error in order if there is one."""
-
-    def __init__(self, copies: Sequence[Future[None]]) -> None:
-        self.all: Future[None] = Future()
-        self.copies = copies
-        self._left = len(copies)
-        self._lock = threading.Lock()
-
-    def count_down(self) -> bool:
-        with self._lock:
-            self._left -= 1
-            return self._left == 0
-
-    def settle(self) -> None:
-        errors = [error for copy in self.copies if (error := copy.exception()) is not None]
-        if errors:
-            self.all.set_exception(errors[0])
-        else:
-            self.all.set_result(None)
-
-
 def all_done(
     copies: Sequence[Future[None]], ended: Callable[[Sequence[Future[None]]], None] | None = None
 ) -> Future[None]:
-    """Done when every copy is done. `ended` is called before that."""
-    together = _Together(copies)
+    """Done when every copy is done, with the first error in their order if there is one. `ended` is called before
+    that."""
+    together: Future[None] = Future()
+    left, lock = len(copies), threading.Lock()
 
     def one_ended(_: Future[None]) -> None:
-        if together.count_down():
-            if ended is not None:
-                ended(copies)
-            together.settle()
+        nonlocal left
+        with lock:
+            left -= 1
+            if left:
+                return
+        if ended is not None:
+            ended(copies)
+        errors = [error for copy in copies if (error := copy.exception()) is not None]
+        if errors:
+            together.set_exception(errors[0])
+        else:
+            together.set_result(None)
 
     for copy in copies:
         copy.add_done_callback(one_ended)
-    return together.all
+    return together
