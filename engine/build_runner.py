@@ -129,11 +129,11 @@ def build_runner(
     num_drafts: int = 0,
     ranks: RankGroup = ONE_RANK,
 ) -> Runner:
-    """The model over its own KV pools. A draft model's KV lies in a separate pool with as many pages. `num_drafts` is
-    the most proposals that are verified for an item.
+    """The model over its own KV pools. The KV of a draft model, which has the same vocabulary, lies in a separate pool
+    with as many pages. `num_drafts` is the most proposals that are verified for an item.
 
-    Raises PoolTooSmall, MemoryShort, AttentionUnavailable, DiskUnavailable or UnsupportedModel (the draft model does
-    not fit).
+    Raises PoolTooSmall, MemoryShort, AttentionUnavailable, DiskUnavailable or UnsupportedModel (a draft model with
+    sliding windows, or adapters where the attention has none).
     """
     check_host(cache.host_size_bytes, "idle sessions' KV", "cache.host_mib")
     if not loaded.native:
@@ -210,7 +210,6 @@ def careful_runner(
             draft.model,
             draft_pool,
             attention_of(draft, draft_pool, execution).items,
-            draft.vocab_size,
             draft.max_context_len,
         )
     copies = HostCopies.of(pool, None if draft_pool is None else draft_pool.full, disk, blocks)

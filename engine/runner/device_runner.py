@@ -73,7 +73,7 @@ class DeviceLaunch:
 
 
 class DeviceRunner:
-    """A Runner around a TorchRunner, whose model, pools and copies it uses. Composed by engine/build.py.
+    """A Runner around a TorchRunner, whose model, pools and copies it uses. Composed by engine/build_runner.py.
 
     `sizes` is the ladder, ascending: a step is padded to the next size. Steps beyond its end, or without a ladder, keep
     their own size.

@@ -26,15 +26,14 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 
 class DraftModel:
-    """Called by the runner before each step of the target. `pool` has as many pages as the target's, of the same size.
-    It proposes nothing past `max_context_len`, its own limit."""
+    """Called by the runner before each step of the target. `pool` has as many pages as the target's, of the same size,
+    and the model the target's vocabulary. It proposes nothing past `max_context_len`, its own limit."""
 
     def __init__(
         self,
         model: CausalModel,
         pool: KVPool,
         attention: AttentionBackend,
-        vocab_size: int,
         max_context_len: int,
     ) -> None:
         """Raises UnsupportedModel for a model with sliding-window layers."""
@@ -43,21 +42,12 @@ class DraftModel:
         self._model = model
         self._pool = pool
         self._attention = attention
-        self._vocab_size = vocab_size
         self._max_context_len = max_context_len
         self._device = pool.full.kv_LJKSD.device
 
     @property
     def kv(self) -> PagedKV:
         return self._pool.full
-
-    def check_fits(self, vocab_size: int, target: PagedKV) -> None:
-        """Raises UnsupportedModel if the target has another vocabulary, AssertionError if its pages differ."""
-        if vocab_size != self._vocab_size:
-            raise UnsupportedModel(
-                f"the draft model has {self._vocab_size} tokens in its vocabulary, the model {vocab_size}"
-            )
-        assert (self.kv.num_pages, self.kv.page_size) == (target.num_pages, target.page_size)
 
     def rehearse(self, num_items: int, num_tokens: int) -> None:
         """Runs a step of so many items with so many tokens each, as far as they fit, in pages that nobody uses yet.

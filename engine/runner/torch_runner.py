@@ -36,10 +36,8 @@ LOGPROB_ELEMENTS = 16 * 1024 * 1024
 
 
 class TorchRunner:
-    """A Runner. Composed by engine/build.py from a loaded model, a pool and the attention over that pool.
-
-    `copies` must belong to the same pool and, if there is one, to the draft model's. Raises UnsupportedModel if the
-    draft model does not fit.
+    """A Runner. Composed by engine/build_runner.py from a loaded model, a pool and the attention over that pool.
+    `copies` must belong to the same pool and, if there is one, to the draft model's.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class TorchRunner:
         self._draft = draft
         self.facts = _facts(pool, draft, vocab_size, max_context_len, identity, adapters or {})
         if draft is not None:
-            draft.check_fits(vocab_size, pool.full)
+            assert (draft.kv.num_pages, draft.kv.page_size) == (pool.num_pages, pool.page_size)
         self._copies = copies or HostCopies.of(pool, None if draft is None else draft.kv)
         self._device = pool.full.kv_LJKSD.device
         self._about = about or {}

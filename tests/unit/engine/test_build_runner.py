@@ -30,6 +30,7 @@ from engine.build_runner import (
 )
 from engine.cpu.library import Kernels, find_kernels
 from engine.memory import MemoryShort
+from engine.models.errors import UnsupportedModel
 from engine.models.loader import LoadedModel, load_model
 from engine.models.ops import TorchOps
 from engine.parallel.ranks import OneRank
@@ -294,3 +295,16 @@ def test_the_draft_model_has_the_operators_of_its_device_too(
     runner, _ = make_rank(EngineSettings(model, CacheSettings(4, 4), speculation=speculation), OneRank())
     runner.close()
     assert given == [chosen, chosen]
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    models = []
+    for vocab_size in (50, 51):
+        folder = tmp_path / str(vocab_size)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(TINY_LLAMA | {"vocab_size": vocab_size}))
+        models.append(ModelSettings(str(folder), load_format="dummy", device="cpu"))
+    speculation = SpeculationSettings(method="draft", draft_model=models[1])
+    settings = EngineSettings(models[0], CacheSettings(4, 4), speculation=speculation)
+    with pytest.raises(UnsupportedModel, match="a vocabulary of 51 tokens, the model one of 50"):
+        make_rank(settings, OneRank())
