@@ -212,7 +212,7 @@ def careful_runner(
             attention_of(draft, draft_pool, execution).items,
             draft.max_context_len,
         )
-    copies = HostCopies.of(pool, None if draft_pool is None else draft_pool.full, disk, blocks)
+    copies = HostCopies(pool, None if draft_pool is None else draft_pool.full, disk, blocks)
     about: dict[str, str | int | float | bool] = {
         "attention": attention.name,
         "attention_reason": attention.reason,

@@ -63,7 +63,7 @@ class Rig:
         fill_pool(self.pool, stage.generator(5))
         self.num_bytes = self.pool.full.kv_LJKSD.nbytes // 2
         blocks = HostBlocks(self.num_bytes + 2**26 if not stage.dry else 0, stage.device)
-        self.copies = HostCopies.of(self.pool, blocks=blocks)
+        self.copies = HostCopies(self.pool, blocks=blocks)
         order = np.random.default_rng(3).permutation(2 * session.pages).astype(np.int32)
         self.source, self.target = (PoolPages(part, NONE) for part in np.split(order, 2))
 

@@ -60,39 +60,29 @@ class CopyLane:
 class HostCopies:
     """Owns what was saved, by key. Every method is called from the engine's thread.
 
-    `full` are the pools for the pages in `PoolPages.full` (the model's, and a draft model's); `window` is the pool for
-    `PoolPages.window`. Copies between device and host run one after another in the order of the calls; so do writes to
-    the disk, and so do reads.
+    Copies pages of a model's `pool`, and of its `draft` model's, whose KV lies in the same pages of the full pool.
+    Copies between device and host run one after another in the order of the calls; so do writes to the disk, and so do
+    reads.
     """
 
     def __init__(
         self,
-        full: Sequence[PagedKV],
-        window: PagedKV | None,
+        pool: KVPool,
+        draft: PagedKV | None = None,
         disk: DiskStore | None = None,
         blocks: HostBlocks | None = None,
     ) -> None:
+        full = [pool.full] if draft is None else [pool.full, draft]
         self._full = [tensor for paged in full if paged.kv_LJKSD.shape[0] for tensor in _by_page(paged)]
-        self._window = [] if window is None else _by_page(window)
+        self._window = [] if pool.window is None else _by_page(pool.window)
         self._saved: dict[int, list[Tensor]] = {}
         self._disk = disk
-        device = full[0].kv_LJKSD.device
+        device = pool.full.kv_LJKSD.device
         self._blocks = blocks or HostBlocks(0, device)
         self._host_lane = CopyLane("kedge-kv-copies", device)
         self._write_lane = CopyLane("kedge-kv-writes", device)
         self._read_lane = CopyLane("kedge-kv-reads", device)
         self._host_relay, self._read_relay = Relay(device), Relay(device)  # one for each lane
-
-    @classmethod
-    def of(
-        cls,
-        pool: KVPool,
-        draft: PagedKV | None = None,
-        disk: DiskStore | None = None,
-        blocks: HostBlocks | None = None,
-    ) -> HostCopies:
-        """For a model's pool, and a draft model's if there is one."""
-        return cls([pool.full] if draft is None else [pool.full, draft], pool.window, disk, blocks)
 
     def save(self, key: int, pages: PoolPages) -> Future[None]:
         """A save that fails (for lack of memory) leaves nothing under `key`."""
@@ -132,10 +122,8 @@ class HostCopies:
     def drop(self, key: int) -> None:
         disk = self._disk
         if disk is not None and key in disk:
-            removed = self._write_lane.submit(
-                lambda: disk.remove(key)
-            )  # before the write that takes its room
-            removed.add_done_callback(_log_failure)
+            # Ahead of the write that takes its room.
+            self._write_lane.submit(lambda: disk.remove(key)).add_done_callback(_log_failure)
         else:
             self._blocks.give_back(self._saved.pop(key))
 

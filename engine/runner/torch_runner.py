@@ -62,7 +62,7 @@ class TorchRunner:
         self.facts = _facts(pool, draft, vocab_size, max_context_len, identity, adapters or {})
         if draft is not None:
             assert (draft.kv.num_pages, draft.kv.page_size) == (pool.num_pages, pool.page_size)
-        self._copies = copies or HostCopies.of(pool, None if draft is None else draft.kv)
+        self._copies = copies or HostCopies(pool, None if draft is None else draft.kv)
         self._device = pool.full.kv_LJKSD.device
         self._about = about or {}
         self._steps = StepByStep()

@@ -209,7 +209,7 @@ def test_a_clone_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the host would wait, for a fork, for the step that is under way."""
     monkeypatch.setattr(host_copies_module, "send", sent)
     pool = make_kv_pool(KVLayout(2, 8, (None, 4)), CacheSettings(PAGE_SIZE, 6), torch.bfloat16, DEVICE)
-    copies = HostCopies.of(pool)
+    copies = HostCopies(pool)
     source, target = (PoolPages(np.array([n], np.int32), np.array([n], np.int32)) for n in (0, 1))
     with NoWaiting():
         copies.clone(source, target)

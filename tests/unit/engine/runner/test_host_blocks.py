@@ -64,7 +64,7 @@ def test_all_of_it_is_pinned_at_the_start(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_sessions_come_and_go_in_the_same_memory(pinned_late: list[int]) -> None:
     kv = pool()
-    copies = HostCopies.of(kv, blocks=HostBlocks(4 * PAGE_BYTES, CPU))
+    copies = HostCopies(kv, blocks=HostBlocks(4 * PAGE_BYTES, CPU))
     before = kv.full.kv_LJKSD.clone()
     for key in range(5):
         copies.save(key, pages(7, 2, 3)).result(WAIT_S)
@@ -80,7 +80,7 @@ def test_sessions_come_and_go_in_the_same_memory(pinned_late: list[int]) -> None
 
 def test_where_blocks_run_out_memory_is_pinned_in_service(pinned_late: list[int]) -> None:
     kv = pool()
-    copies = HostCopies.of(kv, blocks=HostBlocks(4 * PAGE_BYTES, CPU))
+    copies = HostCopies(kv, blocks=HostBlocks(4 * PAGE_BYTES, CPU))
     copies.save(1, pages(0, 1, 2)).result(WAIT_S)
     copies.save(2, pages(3, 4, 5)).result(WAIT_S)
     assert pinned_late == [2 * PAGE_BYTES, PAGE_BYTES]
@@ -92,7 +92,7 @@ def test_where_blocks_run_out_memory_is_pinned_in_service(pinned_late: list[int]
 
 
 def test_a_save_that_fails_keeps_no_block(pinned_late: list[int]) -> None:
-    copies = HostCopies.of(pool(), blocks=HostBlocks(4 * PAGE_BYTES, CPU))
+    copies = HostCopies(pool(), blocks=HostBlocks(4 * PAGE_BYTES, CPU))
     with pytest.raises(IndexError):
         copies.save(1, pages(0, 1, 99)).result(WAIT_S)
     copies.save(2, pages(0, 1, 2)).result(WAIT_S)

@@ -46,7 +46,7 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[HostCo
     """Copies, with a disk, over three pools, and the pools' bits by page [P, L, 2, K, p, D]: model, draft, window. In
     fp8 the bits of the scales follow."""
     pool, draft = make_pool((None, 9, None), request.param), make_pool((None,), request.param)
-    copies = HostCopies.of(pool, draft.full, DiskStore(DiskFolder(tmp_path), Encrypted()))
+    copies = HostCopies(pool, draft.full, DiskStore(DiskFolder(tmp_path), Encrypted()))
     assert pool.window is not None
     pools = (pool.full, draft.full, pool.window)
     scales = [bits(paged.scales_LJKS[..., None]) for paged in pools if paged.scales_LJKS is not None]
@@ -232,7 +232,7 @@ def test_nothing_to_copy(rig: tuple[HostCopies, list[torch.Tensor]]) -> None:
 
 
 def test_a_fault_is_the_futures() -> None:
-    copies = HostCopies.of(make_pool((None,)))
+    copies = HostCopies(make_pool((None,)))
     with pytest.raises(IndexError):
         copies.save(1, pages([99], [])).result(WAIT_S)
     with pytest.raises(KeyError):
@@ -243,7 +243,7 @@ def test_a_fault_is_the_futures() -> None:
 
 def test_close_waits_for_what_runs() -> None:
     pool = make_pool((5, 5))
-    copies = HostCopies.of(pool)  # no layer has full attention, so only the window's pages are copied
+    copies = HostCopies(pool)  # no layer has full attention, so only the window's pages are copied
     assert pool.window is not None
     first = bits(pool.window.kv_LJKSD)[2].clone()
     saved = copies.save(1, pages([3], [2]))
