@@ -95,7 +95,7 @@ def load(model: Model, variant: str, way: str, *, deterministic: bool = False) -
             folder, load_format="dummy", dtype=dtype, device="cpu", num_threads=model.threads
         )
         weights = torch.float32 if dtype == "float32" else torch.bfloat16
-        plain = linear_factory(torch.device("cpu"), weights, torch.float32) if way == "torch" else None
+        plain = linear_factory(weights) if way == "torch" else None
         return load_model(settings, plain, deterministic=deterministic)
 
 

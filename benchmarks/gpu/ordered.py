@@ -62,8 +62,8 @@ def _ways(stage: Stage) -> tuple[LinearFactory, LinearFactory]:
         return PlainLinear, partial(OrderedLinear, tiles=DRY_TILES, gated=False)
     dtype = torch.bfloat16
     return (
-        choose_linears("auto", stage.device, dtype, dtype),
-        choose_linears("auto", stage.device, dtype, dtype, deterministic=True),
+        choose_linears("auto", stage.device, dtype),
+        choose_linears("auto", stage.device, dtype, deterministic=True),
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.cpu.library import NoKernels, Workers, find_kernels
 from engine.cpu.matrix import PackedLinears
-from engine.device import is_gpu, seconds_of_each
+from engine.device import activation_dtype, is_gpu, seconds_of_each
 from engine.kernels.choose import triton_trouble
 from engine.models.errors import UnsupportedModel
 from engine.models.linear import (
@@ -57,25 +57,20 @@ class FixedLinears:
 
 
 def choose_linears(
-    name: LinearName,
-    device: torch.device,
-    weights: torch.dtype,
-    activations: torch.dtype,
-    *,
-    deterministic: bool = False,
+    name: LinearName, device: torch.device, weights: torch.dtype, *, deterministic: bool = False
 ) -> Linears:
-    """auto is the quickest kind for the device and dtypes, torch is torch's own. With `deterministic` a row's results
-    do not depend on the number of rows; raises UnsupportedModel where there is no such kind."""
+    """auto is the quickest kind for the device and the dtype of weights, torch is torch's own. With `deterministic` a
+    row's results do not depend on the number of rows; raises UnsupportedModel where there is no such kind."""
     if deterministic:
         if name == "torch":
             raise UnsupportedModel("execution.deterministic: torch's products depend on the number of rows")
-        return _ordered(device) if is_gpu(device) else _packed_exactly(activations)
-    own = PlainLinear if weights == activations else CastingLinear
+        return _ordered(device) if is_gpu(device) else _packed_exactly()
+    own = PlainLinear if weights == activation_dtype(device, weights) else CastingLinear
     if name == "torch":
         return FixedLinears(own, _torch("it was asked for"))
     if not is_gpu(device):
-        return _on_cpu(device, weights, activations)
-    if weights != activations or weights not in (torch.bfloat16, torch.float16):
+        return _on_cpu(weights)
+    if weights not in (torch.bfloat16, torch.float16):
         return FixedLinears(own, _torch(f"there is no other for weights in {weights}"))
     try:
         return _measured(device)
@@ -113,15 +108,11 @@ def _gated_ways(ways: Mapping[str, LinearFactory]) -> dict[str, LinearFactory]:
     return gated
 
 
-def _on_cpu(device: torch.device, weights: torch.dtype, activations: torch.dtype) -> Linears:
+def _on_cpu(weights: torch.dtype) -> Linears:
     """The compiled kernels where the project was installed with a compiler, else the best of torch's operators."""
     kernels = find_kernels()
     if isinstance(kernels, NoKernels):
-        return FixedLinears(linear_factory(device, weights, activations), _torch(kernels.reason))
-    if activations != torch.float32:
-        return FixedLinears(
-            linear_factory(device, weights, activations), _torch(f"activations in {activations}")
-        )
+        return FixedLinears(linear_factory(weights), _torch(kernels.reason))
     workers = Workers(kernels, torch.get_num_threads())
     return PackedLinears(workers, rounds=weights == torch.bfloat16)
 
@@ -135,13 +126,11 @@ def _ordered(device: torch.device) -> Linears:
     return OrderedLinears(partial(seconds_of_each, device))
 
 
-def _packed_exactly(activations: torch.dtype) -> Linears:
+def _packed_exactly() -> Linears:
     """The compiled kernels: they sum in the order of inputs. Rows are not rounded, since few of them would not be."""
     kernels = find_kernels()
     if isinstance(kernels, NoKernels):
         raise UnsupportedModel(f"execution.deterministic needs the compiled kernels: {kernels.reason}")
-    if activations != torch.float32:
-        raise UnsupportedModel(f"execution.deterministic: no kernels for activations in {activations}")
     return PackedLinears(Workers(kernels, torch.get_num_threads()), rounds=False)
 
 

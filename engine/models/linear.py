@@ -154,10 +154,10 @@ class SplitLinear:
         return self._few(x_NI) if x_NI.shape[0] <= self._limit else self._many(x_NI)
 
 
-def linear_factory(device: torch.device, weights: torch.dtype, activations: torch.dtype) -> LinearFactory:
-    """The fastest kind of linear for the device and dtypes of a model."""
-    if device.type != "cpu" or not has_onednn() or weights == torch.float16:
-        return PlainLinear if weights == activations else CastingLinear
+def linear_factory(weights: torch.dtype) -> LinearFactory:
+    """The fastest kind of linear on a CPU for weights of this dtype and rows in float32."""
+    if not has_onednn() or weights == torch.float16:
+        return PlainLinear if weights == torch.float32 else CastingLinear
     kernels = find_half_kernels()
     if weights == torch.float32:
         return partial(float32_linear, kernels=kernels)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,9 +43,6 @@ from engine.settings import LinearName, ModelSettings
 
 FIRST_WITH_FP8 = 89
 """The first compute capability on which Triton can convert float8_e4m3fn."""
-
-LinearsFor = Callable[[torch.device, torch.dtype, torch.dtype], Linears]
-"""Takes the device and the types of weights and activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +112,13 @@ def load_model(
         raise UnsupportedModel(f"execution.deterministic: {ranks.size} ranks sum in an order of their own")
     if settings.adapters and spec.latent is not None:
         raise UnsupportedModel("model.adapters are not implemented for latent attention")
-    choose: LinearsFor = partial(choose_linears, linear, deterministic=deterministic)
-    if make_linear is not None:
+    weights_dtype = resolve_dtype(settings.dtype, device, CHECKPOINT_DTYPES[spec.checkpoint_dtype])
+    if make_linear is None:
+        linears = choose_linears(linear, device, weights_dtype, deterministic=deterministic)
+    else:
         assert not deterministic, "what is given may sum in any order"
-        given = make_linear if isinstance(make_linear, Linears) else FixedLinears(make_linear, {})
-        choose = partial(_given, given)
-    loaded = _load_native(directory, spec, settings, device, choose, ops or TorchOps(), ranks)
+        linears = make_linear if isinstance(make_linear, Linears) else FixedLinears(make_linear, {})
+    loaded = _load_native(directory, spec, settings, device, weights_dtype, linears, ops or TorchOps(), ranks)
     return _checked_deterministic(loaded) if deterministic else loaded
 
 
@@ -131,10 +129,6 @@ def native_spec(config: Mapping[str, Any], device: torch.device) -> ModelSpec:
         what = "experts are" if spec.latent is None else "latent attention is"
         raise UnsupportedModel(f"{what} native on a CPU only")
     return spec
-
-
-def _given(linears: Linears, *_: object) -> Linears:
-    return linears
 
 
 def _checked_deterministic(loaded: LoadedModel) -> LoadedModel:
@@ -150,13 +144,12 @@ def _load_native(
     whole: ModelSpec,
     settings: ModelSettings,
     device: torch.device,
-    choose: LinearsFor,
+    weights_dtype: torch.dtype,
+    linears: Linears,
     ops: DecoderOps,
     ranks: RankGroup,
 ) -> LoadedModel:
-    weights_dtype = resolve_dtype(settings.dtype, device, CHECKPOINT_DTYPES[whole.checkpoint_dtype])
     dtype = activation_dtype(device, weights_dtype)
-    linears = choose(device, weights_dtype, dtype)
     if settings.keep_fp8:
         linears = _keeping_fp8(linears, whole, ranks, device, dtype)
     shares, spec = Shares(whole, ranks.rank, ranks.size), whole.shard(ranks.size)

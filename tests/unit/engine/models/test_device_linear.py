@@ -33,31 +33,29 @@ def test_what_each_device_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early_launch, "early_options", lambda _: {"EARLY": True})
     for trouble, kind in ((None, MeasuredGated), ("no compiler", MeasuredLinears)):
         monkeypatch.setattr(device_linear, "triton_trouble", lambda _, trouble=trouble: trouble)
-        assert isinstance(choose_linears("auto", GPU, half, half), kind)
-    asked = choose_linears("torch", GPU, half, half)
+        assert isinstance(choose_linears("auto", GPU, half), kind)
+    asked = choose_linears("torch", GPU, half)
     assert isinstance(asked, FixedLinears)
     assert asked.describe() == {"linear": "torch", "linear_reason": "it was asked for"}
-    other = choose_linears("auto", GPU, wide, wide)
+    other = choose_linears("auto", GPU, wide)
     assert "float32" in other.describe()["linear_reason"]
     weight_OI = torch.rand(4, 6)
     assert isinstance(other(weight_OI, None), PlainLinear)
-    assert isinstance(choose_linears("torch", CPU, wide, wide)(weight_OI, None), PlainLinear)
-    assert isinstance(choose_linears("torch", CPU, half, wide)(weight_OI.to(half), None), CastingLinear)
+    assert isinstance(choose_linears("torch", CPU, wide)(weight_OI, None), PlainLinear)
+    assert isinstance(choose_linears("torch", CPU, half)(weight_OI.to(half), None), CastingLinear)
 
 
 @every_build
 def test_a_cpu_has_the_compiled_kernels(variant: str) -> None:
     kernels_of(variant)
-    linears = choose_linears("auto", CPU, torch.float32, torch.float32)
+    linears = choose_linears("auto", CPU, torch.float32)
     assert isinstance(linears(torch.rand(4, 6), None), PackedMatrix)
     assert linears.describe()["linear"] == "cpu"
-    wide = choose_linears("auto", CPU, torch.bfloat16, torch.bfloat16)
-    assert "bfloat16" in wide.describe()["linear_reason"]
 
 
 def test_without_them_it_has_what_torch_brings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_linear, "find_kernels", lambda: NoKernels("there was no compiler"))
-    linears = choose_linears("auto", CPU, torch.float32, torch.float32)
+    linears = choose_linears("auto", CPU, torch.float32)
     assert isinstance(linears(torch.rand(4, 6), None), SplitLinear)
     assert linears.describe() == {"linear": "torch", "linear_reason": "there was no compiler"}
 
@@ -65,22 +63,19 @@ def test_without_them_it_has_what_torch_brings(monkeypatch: pytest.MonkeyPatch) 
 def test_deterministic_products_are_those_of_the_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = torch.float32
     with pytest.raises(UnsupportedModel, match="torch's products depend on the number of rows"):
-        choose_linears("torch", CPU, wide, wide, deterministic=True)
+        choose_linears("torch", CPU, wide, deterministic=True)
     monkeypatch.setattr(device_linear, "triton_trouble", lambda _: "no compiler")
     with pytest.raises(UnsupportedModel, match="needs Triton's kernels: no compiler"):
-        choose_linears("auto", GPU, torch.bfloat16, torch.bfloat16, deterministic=True)
-    if isinstance(find_kernels(), Kernels):
-        with pytest.raises(UnsupportedModel, match=r"activations in torch\.bfloat16"):
-            choose_linears("auto", CPU, torch.bfloat16, torch.bfloat16, deterministic=True)
+        choose_linears("auto", GPU, torch.bfloat16, deterministic=True)
     monkeypatch.setattr(device_linear, "find_kernels", lambda: NoKernels("there was no compiler"))
     with pytest.raises(UnsupportedModel, match="needs the compiled kernels: there was no compiler"):
-        choose_linears("auto", CPU, wide, wide, deterministic=True)
+        choose_linears("auto", CPU, wide, deterministic=True)
 
 
 @every_build
 def test_deterministic_products_round_no_rows(variant: str) -> None:
     kernels_of(variant)
-    linears = choose_linears("auto", CPU, torch.bfloat16, torch.float32, deterministic=True)
+    linears = choose_linears("auto", CPU, torch.bfloat16, deterministic=True)
     assert isinstance(linears, PackedLinears)
     weight_OI, x_NI = torch.randn(32, 64).bfloat16(), torch.randn(40, 64)
     exact_NO = PlainLinear(weight_OI.float(), None)(x_NI)
@@ -97,7 +92,7 @@ def test_what_was_chosen_is_told_with_the_model(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_card_sums_in_one_order(dtype: torch.dtype) -> None:
-    linears = choose_linears("auto", GPU, dtype, dtype, deterministic=True)
+    linears = choose_linears("auto", GPU, dtype, deterministic=True)
     assert isinstance(linears, GatedLinears)
     weight_OI, bias_O = torch.randn(2048, 512).to(GPU, dtype), torch.randn(2048).to(GPU, dtype)
     x_NI = torch.randn(3000, 512).to(GPU, dtype)
@@ -111,7 +106,7 @@ def test_a_card_sums_in_one_order(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_card_times_every_way(dtype: torch.dtype) -> None:
-    linears = choose_linears("auto", GPU, dtype, dtype)
+    linears = choose_linears("auto", GPU, dtype)
     weight_OI, bias_O = torch.randn(4096, 1024).to(GPU, dtype), torch.randn(4096).to(GPU, dtype)
     linear = linears(weight_OI, bias_O)
     assert "not few" not in linears.describe()["linear_reason"]
@@ -126,7 +121,7 @@ def test_without_triton_torch_does_it_all() -> None:
         "import sys; sys.modules['triton'] = None\n"
         "import torch\n"
         "from engine.models.device_linear import choose_linears\n"
-        "linears = choose_linears('auto', torch.device('cuda', 0), torch.bfloat16, torch.bfloat16)\n"
+        "linears = choose_linears('auto', torch.device('cuda', 0), torch.bfloat16)\n"
         "print(linears.describe())"
     )
     done = subprocess.run(
