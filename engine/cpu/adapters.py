@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from ctypes import addressof, c_int32
 from itertools import accumulate
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,8 +89,7 @@ class PackedAdapters:
 
     def _matrix(self, weight_OI: Tensor, *, gated: bool = False) -> MatrixC:
         """Packed, and kept alive."""
-        linear = self._linears.gated(weight_OI, None) if gated else self._linears(weight_OI, None)
-        self._matrices.append(cast(PackedMatrix, linear))
+        self._matrices.append(self._linears(weight_OI, None, paired=gated))
         return self._matrices[-1].matrix
 
 

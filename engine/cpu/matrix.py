@@ -24,7 +24,6 @@ from torch import Tensor
 
 from engine.cpu.library import BFLOAT16, FLOAT4, FLOAT8, FLOAT16, FLOAT32, INT4, INT8, MatrixC, Workers
 from engine.models.clamped_swiglu import ClampedSwiglu
-from engine.models.linear import Linear
 from engine.models.quantized_matrix import Kind, QuantizedMatrix
 
 ALIGNMENT = 64
@@ -117,9 +116,20 @@ class PackedLinears:
         self._rounds = rounds
         self._kept: Counter[Kind] = Counter()
 
-    def __call__(self, weight_OI: Tensor | QuantizedMatrix, bias_O: Tensor | None) -> Linear:
-        self._count(weight_OI)
-        return PackedMatrix(weight_OI, bias_O, self.workers, self._memory, rounds=self._rounds)
+    def __call__(
+        self,
+        weight_OI: Tensor | QuantizedMatrix,
+        bias_O: Tensor | None,
+        *,
+        paired: bool = False,
+        clamped: ClampedSwiglu | None = None,
+    ) -> PackedMatrix:
+        """For `paired` and `clamped` see PackedMatrix."""
+        if isinstance(weight_OI, QuantizedMatrix):
+            self._kept[weight_OI.kind] += 1
+        return PackedMatrix(
+            weight_OI, bias_O, self.workers, self._memory, rounds=self._rounds, paired=paired, clamped=clamped
+        )
 
     def keeps(self, matrix: QuantizedMatrix) -> bool:
         """The kernels take two inputs at a time, do not know the NaN of fp8, and have the scales of fp4 by their
@@ -131,23 +141,13 @@ class PackedLinears:
             return bool(smallest >= torch.finfo(torch.float32).tiny and largest.isfinite())
         return not (matrix.kind == "fp8" and bool(matrix.values_OI.isnan().any()))
 
-    def gated(self, gate_up_OI: Tensor | QuantizedMatrix, bias_O: Tensor | None) -> Linear:
-        self._count(gate_up_OI)
-        return PackedMatrix(gate_up_OI, bias_O, self.workers, self._memory, rounds=self._rounds, paired=True)
+    def gated(self, gate_up_OI: Tensor | QuantizedMatrix, bias_O: Tensor | None) -> PackedMatrix:
+        return self(gate_up_OI, bias_O, paired=True)
 
     def clamped(
         self, gate_up_OI: Tensor | QuantizedMatrix, bias_O: Tensor, activation: ClampedSwiglu
-    ) -> Linear:
-        self._count(gate_up_OI)
-        return PackedMatrix(
-            gate_up_OI,
-            bias_O,
-            self.workers,
-            self._memory,
-            rounds=self._rounds,
-            paired=True,
-            clamped=activation,
-        )
+    ) -> PackedMatrix:
+        return self(gate_up_OI, bias_O, paired=True, clamped=activation)
 
     def describe(self) -> Mapping[str, str]:
         about = {"linear": "cpu", "linear_reason": f"compiled for {self.workers.kernels.variant}"}
@@ -156,10 +156,6 @@ class PackedLinears:
                 f"{count} matrices of {kind}" for kind, count in self._kept.items()
             )
         return about
-
-    def _count(self, weight_OI: Tensor | QuantizedMatrix) -> None:
-        if isinstance(weight_OI, QuantizedMatrix):
-            self._kept[weight_OI.kind] += 1
 
 
 def narrowed(weight_OI: Tensor) -> Tensor:
