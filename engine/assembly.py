@@ -27,7 +27,7 @@ from engine.speculative.ngram_proposer import NgramProposer
 from engine.speculative.proposers import DraftModelProposer, NoProposer, Proposer
 from engine.speculative.step_costs import StepCosts, step_costs
 from engine.stats import EngineCounters
-from engine.step_thread import StepDriver
+from engine.step_thread import StepDriver, StepThread
 from engine.stops import StopCriteria
 
 
@@ -44,7 +44,8 @@ def assemble_engine(
     clock: Callable[[], float] = time.monotonic,
 ) -> LocalEngine:
     """An engine around a given runner, not started. The runner sizes the pools, and may be asked for a few steps to see
-    what they cost. For `driver` and `clock` see LocalEngine. Raises PoolTooSmall."""
+    what they cost. `driver` runs the step loop (None: a StepThread). `clock` returns monotonic seconds. Raises
+    PoolTooSmall."""
     counters = EngineCounters()
     facts = runner.facts
     sizes = TierSizes(
@@ -61,10 +62,10 @@ def assemble_engine(
         allocator, facts.page_size, enabled=cache.prefix_cache, window=window, identity=facts.identity
     )
     sessions = SessionAwareCache(prefixes, sizes, step_tokens, clock)
-    context_len = min(scheduler.max_context_len or facts.max_context_len, facts.max_context_len)
+    max_context_len = min(scheduler.max_context_len or facts.max_context_len, facts.max_context_len)
     planner = Scheduler(
         sessions,
-        StopCriteria(eos_token_ids, context_len, facts.vocab_size),
+        StopCriteria(eos_token_ids, max_context_len, facts.vocab_size),
         scheduler,
         counters,
         _proposer(speculation, costs),
@@ -77,10 +78,11 @@ def assemble_engine(
         planner,
         runner,
         counters,
-        scheduler,
         sink,
-        cache.books,
-        driver=driver,
+        books=cache.books,
+        max_waiting=scheduler.max_waiting,
+        max_context_len=max_context_len,
+        driver=driver or StepThread(),
         clock=clock,
         about={} if costs is None else costs.describe(),
     )

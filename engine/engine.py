@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -37,9 +36,9 @@ from engine.copies import Copies
 from engine.request_check import RequestLimits, check_request
 from engine.runner.protocol import Launch, Runner, RunnerLost
 from engine.scheduler import Scheduler
-from engine.settings import BooksCheck, SchedulerSettings
+from engine.settings import BooksCheck
 from engine.stats import EngineCounters, StatsBoard
-from engine.step_thread import StepDriver, StepThread
+from engine.step_thread import StepDriver
 
 T = TypeVar("T")
 
@@ -53,8 +52,8 @@ class LocalEngine:
     commands to the inbox and read the last published stats. A fault in one model step fails the requests of that step.
     A fault in the books, or the loss of the runner, stops the engine and fails every request.
 
-    `driver` runs the step loop (None: a StepThread). `clock` returns monotonic seconds.
-    `about` is reported with what the runner says of itself.
+    At most `max_waiting` requests wait. `driver` runs the step loop. `clock` returns monotonic seconds. `about` is
+    reported with what the runner says of itself.
     """
 
     def __init__(
@@ -63,21 +62,22 @@ class LocalEngine:
         scheduler: Scheduler,
         runner: Runner,
         counters: EngineCounters,
-        settings: SchedulerSettings,
         sink: DeltaSink,
-        books: BooksCheck = "balance",
         *,
-        driver: StepDriver | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        about: Mapping[str, float] | None = None,
+        books: BooksCheck,
+        max_waiting: int,
+        max_context_len: int,
+        driver: StepDriver,
+        clock: Callable[[], float],
+        about: Mapping[str, float],
     ) -> None:
         self._cache = cache
         self._scheduler = scheduler
         self._runner = runner
         self._counters = counters
-        self._settings = settings
         self._sink = sink
         self._books = books
+        self._max_waiting = max_waiting
         self._copies = Copies(cache.tiers, runner, self._post)
         self._in_flight: tuple[ScheduledBatch, Launch] | None = None
         self._stalled = False  # everything that could run waits for copies between device and host
@@ -86,11 +86,11 @@ class LocalEngine:
         self._accepting = True
         self._stopping = False
         self._deltas: list[TokenDelta] = []
-        self._driver = StepThread() if driver is None else driver
+        self._driver = driver
         self._clock = clock
         self._facts = runner.facts
-        self._about = {**runner.describe(), **(about or {})}
-        self._limits = RequestLimits(self.vocab_size, self.max_context_len, cache.page_size, cache.num_pages)
+        self._about = {**runner.describe(), **about}
+        self._limits = RequestLimits(self.vocab_size, max_context_len, cache.page_size, cache.num_pages)
         self._stats = StatsBoard(cache, scheduler, counters, self._facts, clock)
         self._crank_began_s: float | None = None  # None: the loop waits for a command
 
@@ -105,8 +105,7 @@ class LocalEngine:
 
     @property
     def max_context_len(self) -> int:
-        limit = self._settings.max_context_len
-        return self._facts.max_context_len if limit is None else min(limit, self._facts.max_context_len)
+        return self._limits.max_context_len
 
     @property
     def pool_len(self) -> int:
@@ -145,8 +144,8 @@ class LocalEngine:
         if request.adapter:
             request = replace(request, namespace=self._with_adapter(request.namespace, request.adapter))
         # Requests still in the inbox count as waiting: a burst within one step must not slip past the limit.
-        if self._scheduler.num_waiting + self._inbox.qsize() >= self._settings.max_waiting:
-            raise EngineOverloaded(f"{self._settings.max_waiting} requests are waiting already")
+        if self._scheduler.num_waiting + self._inbox.qsize() >= self._max_waiting:
+            raise EngineOverloaded(f"{self._max_waiting} requests are waiting already")
         arrived_s = self._clock()  # the request may wait in the inbox until a step ends
         self._post(lambda: self._emit(self._scheduler.add(request, arrived_s)))
 
