@@ -7,19 +7,18 @@ from collections.abc import Iterable
 
 from cache.sequence_kv import SequenceKV
 from cache.slots import SessionSlot
-
-DEVICE, HOST, DISK = "device", "host", "disk"
+from cache.tiers import TierSizes
 
 
 def kv_bytes(
-    slots: Iterable[SessionSlot], in_turn: Iterable[SequenceKV], page_bytes: int, window_page_bytes: int
+    slots: Iterable[SessionSlot], in_turn: Iterable[SequenceKV], sizes: TierSizes
 ) -> dict[tuple[str, str], int]:
     """Bytes of the sessions' KV and of running requests. Pages in the radix tree are shared and not counted."""
     num_bytes: Counter[tuple[str, str]] = Counter()
 
     def count(kv: SequenceKV) -> None:
-        num_bytes[kv.namespace, DEVICE] += (
-            kv.num_private_pages * page_bytes + kv.num_private_window_pages * window_page_bytes
+        num_bytes[kv.namespace, "device"] += (
+            kv.num_private_pages * sizes.page_bytes + kv.num_private_window_pages * sizes.window_page_bytes
         )
 
     for kv in in_turn:
@@ -28,5 +27,5 @@ def kv_bytes(
         if slot.kv is not None:
             count(slot.kv)
         if (entry := slot.entry) is not None:
-            num_bytes[entry.namespace, DISK if entry.on_disk else HOST] += entry.num_bytes
+            num_bytes[entry.namespace, entry.tier] += entry.num_bytes
     return dict(num_bytes)

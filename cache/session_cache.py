@@ -85,10 +85,11 @@ class SessionAwareCache:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._inner = inner
+        self._sizes = sizes or TierSizes()
         self._step_tokens = step_tokens
         self._slots = SlotTable()
         self._account = PageAccount()
-        self.tiers = SessionTiers(inner, self._slots, self._account, sizes or TierSizes(), clock)
+        self.tiers = SessionTiers(inner, self._slots, self._account, self._sizes, clock)
         self.books = SessionAuditor(inner, self._slots, self._account, self.tiers)
         self.demand = KVDemand(inner, self._slots, self.tiers.lost, self.need)
         self.evicted = NO_PAGES  # cached pages dropped to make room, since the start
@@ -358,11 +359,9 @@ class SessionAwareCache:
         """Drops every cached prefix that no session or request holds."""
         self._inner.evict(self._inner.cached_pages)
 
-    def kv_bytes(
-        self, in_turn: Iterable[SequenceKV], page_bytes: int, window_page_bytes: int
-    ) -> dict[tuple[str, str], int]:
+    def kv_bytes(self, in_turn: Iterable[SequenceKV]) -> dict[tuple[str, str], int]:
         """Bytes of sessions and of running requests, by namespace and tier, see cache/kv_census.py."""
-        return kv_bytes(self._slots, in_turn, page_bytes, window_page_bytes)
+        return kv_bytes(self._slots, in_turn, self._sizes)
 
     def session_ids(self) -> frozenset[str]:
         """All sessions that have a slot."""

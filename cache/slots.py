@@ -56,7 +56,7 @@ class SessionSlot:
     def place(self) -> KVPlace:
         if self.state is SlotState.STORED:
             assert self.entry is not None
-            return KVPlace("disk" if self.entry.on_disk else "host", self.usable_len)
+            return KVPlace(self.entry.tier, self.usable_len)
         return KVPlace("device", None if self.state is SlotState.LENT else self.usable_len)
 
 

@@ -79,6 +79,10 @@ class StoredKV:
     wanted: bool = True
     saved: bool = False
 
+    @property
+    def tier(self) -> str:
+        return "disk" if self.on_disk else "host"
+
 
 class Tier:
     """Owns the byte budget of one place and its entries, longest there first."""

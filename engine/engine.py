@@ -204,10 +204,7 @@ class LocalEngine:
 
     def kv_census(self) -> Future[KVCensus]:
         def operation() -> KVCensus:
-            facts = self._facts
-            num_bytes = self._cache.kv_bytes(
-                self._scheduler.kv_in_turn(), facts.page_size_bytes, facts.window_page_size_bytes
-            )
+            num_bytes = self._cache.kv_bytes(self._scheduler.kv_in_turn())
             told: Counter[tuple[str, str]] = Counter()
             for (namespace, tier), count in num_bytes.items():
                 told[self._without_adapter(namespace), tier] += count

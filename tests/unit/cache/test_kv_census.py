@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from cache.slots import SlotState
-from tests.unit.cache.books import PAGE_BYTES, WINDOW_PAGE_BYTES, Books, tokens_from
+from tests.unit.cache.books import PAGE_BYTES, Books, tokens_from
 
 
 def bytes_of(books: Books) -> dict[tuple[str, str], int]:
-    return books.sessions.kv_bytes((), PAGE_BYTES, WINDOW_PAGE_BYTES)
+    return books.sessions.kv_bytes(())
 
 
 def test_it_follows_a_session_to_the_host_and_the_disk() -> None:
@@ -28,7 +28,7 @@ def test_a_turns_kv_is_its_tenants() -> None:
     books.run_turn("a", tokens_from(0, 15), namespace="anna")
     kv = books.begin("a", tokens_from(0, 20), namespace="anna")
     assert bytes_of(books) == {}
-    lent = books.sessions.kv_bytes([kv], PAGE_BYTES, WINDOW_PAGE_BYTES)
+    lent = books.sessions.kv_bytes([kv])
     assert lent == {("anna", "device"): 4 * PAGE_BYTES}
     assert books.sessions.session_ids() == {"a"}
     books.sessions.rollback_turn("a", kv, tokens_from(0, 20), 14)
