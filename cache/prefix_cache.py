@@ -142,18 +142,16 @@ class PrefixCache:
         self._in_flight.add(kv)
         return kv
 
-    def restore(self, namespace: str, holder: Holder, length: int, window_first: int) -> SequenceKV | None:
+    def restore(self, namespace: str, holder: Holder, length: int, window_first: int) -> SequenceKV:
         """A sequence with pages for `length` tokens and no KV in them yet; its first `window_first` window pages are
-        gone. None, and nothing changed, if too few are free."""
+        gone. As many pages must be free."""
         count = pages_for(length, self.page_size)
-        if count > self.allocator.num_free:
-            return None
         kv = self._empty(namespace, holder)
         if self.window is not None:
             assert kv.window is not None
             kv.window.start_at(window_first, no_pages())
-            if not self.window.take(kv, count - window_first):
-                return None
+            taken = self.window.take(kv, count - window_first)
+            assert taken
         pages = self.allocator.allocate(count, None, holder)
         assert pages is not None
         kv.grow(pages, length)

@@ -235,7 +235,6 @@ class SessionAwareCache:
         if room is Room.READY:
             holder = Holder(session_id)
             kv = self._inner.restore(entry.namespace, holder, entry.committed_len, entry.window_first)
-            assert kv is not None
             self._inner.reclaim(kv, self._account)
             self.tiers.load(slot, kv)
         return room

@@ -51,9 +51,8 @@ class SessionTiers:
         self.reads = DiskReads(clock)
         self._keys = count(1)
         self._copies: dict[int, StoredKV] = {}
-        self._write: tuple[StoredKV, StoredKV] | None = (
-            None  # the host's entry and the disk's; nothing waits for it
-        )
+        self._write: tuple[StoredKV, StoredKV] | None = None
+        """The host's entry and the disk's. Nothing waits for it."""
         self._write_is_due = False  # one was put off by the disk's pause
         self._orphans: dict[int, SequenceKV] = {}  # KV being loaded for a session that is gone
         self._orders: list[CopyOrder] = []
@@ -246,8 +245,11 @@ class SessionTiers:
         if slot is None:
             return
         assert slot.kv is not None
-        if failed:
-            self._lose(slot)
+        if failed:  # the session log still has the session
+            self._inner.release(slot.kv)
+            self._drop_entry(slot)
+            self._slots.remove(slot.session_id)
+            self.num_to_log += 1
         elif slot.state is SlotState.SAVING:
             self._inner.release(slot.kv)
             slot.kv = None
@@ -287,14 +289,6 @@ class SessionTiers:
     def _disk_failed(self) -> None:
         self.num_disk_failures += 1
         self._disk_pause.failed()
-
-    def _lose(self, slot: SessionSlot) -> None:
-        """A copy failed: the session's KV is dropped. The session log still has the session."""
-        if slot.kv is not None:
-            self._inner.release(slot.kv)
-        self._drop_entry(slot)
-        self._slots.remove(slot.session_id)
-        self.num_to_log += 1
 
     def _make_room(self, tier: Tier, num_bytes: int) -> bool:
         """Frees what `num_bytes` more need of the tier's budget. False, and nothing changed, if that cannot be."""
