@@ -13,7 +13,7 @@ import numpy as np
 
 from cache.pages import BooksError, PageAllocator, PageArray
 from cache.radix_tree import RadixTree
-from cache.sequence_kv import SequenceKV
+from cache.sequence_kv import SequenceKV, pages_for
 from cache.window_table import GONE
 
 
@@ -51,7 +51,7 @@ class WindowPool:
     def pages_for_span(self, num_tokens: int) -> int:
         """The most pages that are live at once in a sequence that grows by up to `num_tokens` tokens between two
         slides."""
-        return -(-(self._window_len + num_tokens) // self._page_size) + 2
+        return pages_for(self._window_len + num_tokens, self._page_size) + 2
 
     def first_needed(self, length: int) -> int:
         """The oldest page that the query at position `length` sees."""
@@ -64,22 +64,17 @@ class WindowPool:
     def resumable(self, kv: SequenceKV, length: int) -> bool:
         """Whether the pages that a query at position `length` sees are there. `length` must not exceed the table."""
         assert kv.window is not None
-        end = -(-length // self._page_size)
-        return kv.window.is_live(self.first_needed(length), end)
+        return kv.window.is_live(self.first_needed(length), pages_for(length, self._page_size))
 
     def longest_resumable(self, entries: PageArray) -> int:
         """The most pages that a sequence can start from, on a cached prefix with these window pages (GONE among
         them)."""
-        gone = np.flatnonzero(entries == GONE)
-        ends = np.arange(1, len(entries) + 1)
-        starts = np.maximum(0, ends * self._page_size - self._window_len + 1) // self._page_size
-        # Usable up to page `end` if the last gone entry before it lies before what it needs.
-        last_gone = np.full(len(entries), -1)
-        if len(gone):
-            index = np.searchsorted(gone, ends) - 1
-            last_gone = np.where(index >= 0, gone[np.maximum(index, 0)], -1)
-        usable = np.flatnonzero(last_gone < starts)
-        return int(ends[usable[-1]]) if len(usable) else 0
+        pages = np.arange(len(entries))
+        needed_from = np.maximum(0, (pages + 1) * self._page_size - self._window_len + 1) // self._page_size
+        # Usable up to a page if the last gone one up to it lies before what a query behind it needs.
+        last_gone = np.maximum.accumulate(np.where(entries == GONE, pages, -1))
+        usable = np.flatnonzero(last_gone < needed_from)
+        return int(usable[-1]) + 1 if len(usable) else 0
 
     def begin(self, kv: SequenceKV, entries: PageArray) -> None:
         """Starts a sequence on a cached prefix. It holds the prefix's window pages that it sees."""
@@ -116,8 +111,8 @@ class WindowPool:
             table.first = low
         if table.gap_end <= table.first:
             table.gap_start = table.gap_end = table.first
-        keep_end = -(-keep_len // self._page_size) if keep_len else 0
-        if keep_len and bound > keep_end:
+        if keep_len:
+            keep_end = pages_for(keep_len, self._page_size)
             start = max(table.gap_end, keep_end)
             if bound > start:
                 self._drop(kv, start, bound)

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from cache.sequence_kv import pages_for
 from engine.api import SamplingParams
 from engine.attention.interface import AttentionBackend
 from engine.batch import BatchItem, DraftWork, SampleSpec, ScheduledBatch
@@ -53,7 +54,7 @@ class DraftModel:
         """Runs a step of so many items with so many tokens each, as far as they fit, in pages that nobody uses yet.
         Compiles its kernels, and shows whether there is memory for it."""
         longest = min(num_tokens, self._max_context_len, self.kv.num_pages * self.kv.page_size)
-        pages = np.arange(-(-longest // self.kv.page_size), dtype=np.int32)
+        pages = np.arange(pages_for(longest, self.kv.page_size), dtype=np.int32)
         sample = SampleSpec(_GREEDY)
         self._run([BatchItem("", [0] * longest, 0, pages, True, sample) for _ in range(num_items)])
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cache.sequence_kv import pages_for
 from engine.api import SamplingParams
 from engine.batch import BatchItem, DraftWork, SampleSpec, ScheduledBatch
 from engine.runner.protocol import Runner
@@ -102,8 +103,7 @@ def _measured(runner: Runner, most: int, drafts: bool, clock: Callable[[], float
 def _batch(runner: Runner, given: int, drafted: int = 0) -> ScheduledBatch:
     """One request's first token with proposals: `given` ones, or those that the draft model makes."""
     facts = runner.facts
-    num_pages = -(-(1 + given + drafted) // facts.page_size)
-    pages = np.arange(num_pages, dtype=np.int32)
+    pages = np.arange(pages_for(1 + given + drafted, facts.page_size), dtype=np.int32)
     item = BatchItem(
         "step costs",
         [TOKEN] * (1 + given),
