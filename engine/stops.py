@@ -12,7 +12,7 @@ from engine.api import (
     TokenConstraint,
 )
 from engine.request import LiveRequest
-from engine.token_rules import TokenRules, both
+from engine.token_rules import TokenRules, both, forbid, permit
 
 
 class StopCriteria:
@@ -80,8 +80,8 @@ class StopCriteria:
         allowed, may_end = bytearray(constraint.allowed()), constraint.may_end
         if len(allowed) != self._num_mask_bytes:
             raise ValueError(f"its mask has {len(allowed)} bytes, not {self._num_mask_bytes}")
-        for eos_id in self._eos_token_ids:
-            _set_bit(allowed, eos_id, may_end and not request.spec.sampling.ignore_eos)
+        ends = may_end and not request.spec.sampling.ignore_eos
+        (permit if ends else forbid)(allowed, self._eos_token_ids)
         return allowed, may_end
 
 
@@ -119,8 +119,3 @@ def _failed(whose: str, error: BaseException) -> Finish:
     if not isinstance(error, ConstraintFailed):
         error = StepFailed(f"the {whose} failed: {type(error).__name__}: {error}")
     return Finish(FinishReason.ERROR, message=error.message, error=error)
-
-
-def _set_bit(mask: bytearray, index: int, value: bool) -> None:
-    bit = 1 << (index & 7)
-    mask[index >> 3] = mask[index >> 3] | bit if value else mask[index >> 3] & ~bit

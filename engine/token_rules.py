@@ -19,15 +19,15 @@ class TokenRules:
     same. A mask has a bit for each token of the vocabulary, the least significant first: whether it may be next."""
 
     def __init__(self, params: SamplingParams, eos_token_ids: Collection[int], vocab_size: int) -> None:
+        """`eos_token_ids` are those of the vocabulary."""
         self._min_len = params.min_new_tokens
-        ends = params.stop_token_ids.union(eos_token_ids)
-        self._ends = [token_id for token_id in ends if token_id < vocab_size]
+        self._ends = params.stop_token_ids.union(eos_token_ids)
         self._words: dict[tuple[int, ...], list[int]] = {}
         """The last token of each word, by the tokens before it."""
         for word in params.bad_words:
             self._words.setdefault(word[:-1], []).append(word[-1])
         self._head_lens = sorted({len(head) for head in self._words} - {0})
-        in_general = bytearray(_with_bits(vocab_size, params.allowed_token_ids))
+        in_general = _with_bits(vocab_size, params.allowed_token_ids)
         forbid(in_general, self._words.get((), ()))
         self._in_general = bytes(in_general)
         self._lasts = bool(params.bad_words) or params.allowed_token_ids is not None
@@ -64,17 +64,21 @@ def forbid(mask: bytearray, token_ids: Iterable[int]) -> None:
         mask[token_id >> 3] &= ~(1 << (token_id & 7))
 
 
+def permit(mask: bytearray, token_ids: Iterable[int]) -> None:
+    for token_id in token_ids:
+        mask[token_id >> 3] |= 1 << (token_id & 7)
+
+
 def both(mask: bytearray, other: bytes | bytearray) -> bytearray:
     """Tokens that both masks, of one length, allow."""
     return bytearray(np.frombuffer(mask, np.uint8) & np.frombuffer(other, np.uint8))
 
 
-def _with_bits(vocab_size: int, token_ids: Collection[int] | None) -> bytes:
+def _with_bits(vocab_size: int, token_ids: Collection[int] | None) -> bytearray:
     """A mask that allows these tokens. None: all of them."""
     num_bytes = -(-vocab_size // 8)
     if token_ids is None:
-        return ((1 << vocab_size) - 1).to_bytes(num_bytes, "little")
+        return bytearray(((1 << vocab_size) - 1).to_bytes(num_bytes, "little"))
     mask = bytearray(num_bytes)
-    for token_id in token_ids:
-        mask[token_id >> 3] |= 1 << (token_id & 7)
-    return bytes(mask)
+    permit(mask, token_ids)
+    return mask
