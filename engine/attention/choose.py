@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -86,13 +85,13 @@ def _choice(name: str, reason: str, place: _Place) -> AttentionChoice:
         )
     if place.pool.layout.latent_dim is not None and name != "torch":
         raise AttentionUnavailable(name, "it has no latents")
-    if name == "triton":
+    if name == "torch":
+        return AttentionChoice(name, reason, TorchAttention(place.pool), TorchTables(place.pool))
+    if name == "flash":
+        tables = _flash(place)
+    else:
         tables, prompts = _triton(place)
         reason += f"; {prompts}" if prompts else ""
-    else:
-        tables = _MAKERS[name](place)
-    if name == "torch":
-        return AttentionChoice(name, reason, TorchAttention(place.pool), tables)
     return AttentionChoice(name, reason, ItemAttention(tables, place.device), tables)
 
 
@@ -103,10 +102,6 @@ def _cpu(place: _Place) -> CpuAttention:
     if isinstance(kernels, NoKernels):
         raise AttentionUnavailable("cpu", kernels.reason)
     return CpuAttention(place.pool, kernels, deterministic=place.deterministic is not None)
-
-
-def _torch(place: _Place) -> TableAttention:
-    return TorchTables(place.pool)
 
 
 def _flash(place: _Place) -> TableAttention:
@@ -141,6 +136,3 @@ def _triton(place: _Place) -> tuple[TableAttention, str]:
 
     prompts, reason = try_prompts(place.pool, place.sinks)
     return TritonAttention(place.pool, prompts=prompts), reason
-
-
-_MAKERS: dict[str, Callable[[_Place], TableAttention]] = {"flash": _flash, "torch": _torch}
