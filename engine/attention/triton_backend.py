@@ -31,13 +31,11 @@ from engine.attention.kv_writer import write_rows
 from engine.attention.parts import PartCutter, Parts
 from engine.attention.tiles import AttentionTiles, default_tiles, deterministic_tiles
 from engine.device import compute_capability, num_multiprocessors
+from engine.kernels.choose import FIRST_WITH_FP8
 from engine.kernels.paged_attention import paged_attention
 from engine.runner.kv_pool import FP8, KVPool, PagedKV
 
 MAX_HEAD_DIM = 256
-FIRST_WITH_FP8 = 89
-"""The first compute capability on which Triton can convert float8_e4m3fn."""
-
 LOG2_E = math.log2(math.e)
 WIDE_ELEMENTS = 2**31
 """From this many numbers of one head in a layer's pool on, offsets need 64 bits."""

@@ -10,6 +10,9 @@ import torch
 from engine.device import compute_capability
 from engine.models.ops import DecoderOps, TorchOps
 
+FIRST_WITH_FP8 = 89
+"""The first compute capability on which Triton can convert float8_e4m3fn."""
+
 logger = logging.getLogger(__name__)
 
 

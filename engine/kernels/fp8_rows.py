@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.early_launch import early_options, let_next_start, wait_for_previous
+from engine.kernels.few_rows import compute_dtype
 
 MOST_ROWS = 256
 LEAST_BLOCK = 16
-_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def multiply_fp8(
         BLOCK_N=block_n,
         BLOCK_O=tiles.block_o,
         BLOCK_I=block_i,
-        COMPUTE=_compute_dtype(x_NI),
+        COMPUTE=compute_dtype(x_NI),
         BITS=tiles.bits,
         ONE_BLOCK=blocks == 1,
         HAS_BIAS=bias_O is not None,
@@ -97,14 +97,6 @@ def multiply_fp8(
         **early_options(x_NI.device),
     )
     return out_NO
-
-
-def _compute_dtype(x_NI: Tensor) -> tl.dtype:
-    """The dtype of products. The interpreter multiplies bfloat16's bits as if they were integers, so it gets
-    float32."""
-    if x_NI.dtype == torch.bfloat16 and x_NI.device.type == "cpu":
-        return tl.float32
-    return _DTYPES[x_NI.dtype]
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -22,7 +22,7 @@ from engine.device import (
     seconds_of_each,
     use_cpu_threads,
 )
-from engine.kernels.choose import triton_build, triton_trouble
+from engine.kernels.choose import FIRST_WITH_FP8, triton_build, triton_trouble
 from engine.models.adapters import read_adapters
 from engine.models.config import ModelSpec, parse_spec, read_config, read_json
 from engine.models.decoder import Decoder
@@ -40,9 +40,6 @@ from engine.models.weights import CHECKPOINT_DTYPES, CheckpointWeights, DummyWei
 from engine.parallel.ranks import OneRank, RankGroup
 from engine.runner.kv_pool import KVLayout
 from engine.settings import LinearName, ModelSettings
-
-FIRST_WITH_FP8 = 89
-"""The first compute capability on which Triton can convert float8_e4m3fn."""
 
 
 @dataclass(frozen=True, slots=True)
