@@ -43,7 +43,7 @@ from engine.models.mlp import Experts
 from engine.models.protocol import AdapterRows, CausalModel
 
 
-def in_whole_steps(decoder: Decoder, linears: object, adapters: Sequence[Adapter] = ()) -> CausalModel:
+def in_whole_steps(decoder: Decoder, linears: object, adapters: Sequence[Adapter]) -> CausalModel:
     """A WholeSteps around the decoder, or the decoder as it is, without adapters, if the compiled kernels cannot run
     it."""
     spec = decoder.spec

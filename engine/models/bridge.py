@@ -171,7 +171,7 @@ def load_bridge(
     return Bridged(bridged, probed.layout, int(text.vocab_size), context_limit(text), probed.sinks)
 
 
-def read_config(directory: Path) -> Any:
+def _config_of_transformers(directory: Path) -> Any:
     """Raises UnsupportedModel if transformers does not know the model."""
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -190,7 +190,7 @@ def _dummy(config: Any, dtype: torch.dtype) -> Any:
 
 def _load(directory: Path, settings: ModelSettings, dtype: torch.dtype) -> Any:
     """Loads the model with transformers' own plain attention."""
-    config = read_config(directory)
+    config = _config_of_transformers(directory)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModel(
             f"{directory}: {config.model_type!r} is no causal language model to transformers"

@@ -3,9 +3,9 @@
 A weight is its fp8 number times a scale, which it shares with its matrix, its row or a block of the matrix. This is
 multiplied out when the model is loaded, in float32, and rounded once to the dtype that the model is held in, unless
 matrices are kept in fp8 (by `keep_fp8` on a GPU, engine/models/fp8_linear.py; by the compiled kernels of a CPU,
-engine/cpu/matrix.py). Activations stay as they are: that the checkpoint
-would have them quantised, too, is not followed, which is nearer to the model that was quantised. Multiplied out, a
-model takes as much memory as one that was stored in 16 bits.
+engine/cpu/matrix.py). Activations stay as they are: that the checkpoint would have them quantised, too, is not
+followed, which is nearer to the model that was quantised. Multiplied out, a model takes as much memory as one that was
+stored in 16 bits.
 
 Two formats are read: `fp8`, as of DeepSeek, Qwen and transformers (`weight_scale_inv` by block, or `weight_scale`), and
 `compressed-tensors` with `float-quantized` weights, as of llm-compressor (`weight_scale`).

@@ -33,6 +33,5 @@ def find_model(path: str, revision: str | None = None) -> Path:
     except Exception as error:
         at = "" if revision is None else f" at {revision}"
         told = f"{path}{at}: not a directory, and not fetched from the hub: {error or type(error).__name__}"
-        raise ModelNotFound(
-            told
-        ) from None  # Ray Serve prints what it came from: 150 lines of HTTP, at each try
+        # Ray Serve prints at each try what an error came from: here, 150 lines of HTTP.
+        raise ModelNotFound(told) from None

@@ -83,7 +83,7 @@ class PlainLinear:
 class TransposedLinear:
     """A copy of the weights with inputs as rows: the quickest for one row while the weights stay in cache."""
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self._weight_IO = weight_OI.t().contiguous()
         self._bias_O = bias_O
 
@@ -99,7 +99,7 @@ class SlicedLinear:
     The vector's strides must look transposed (size 1 included), else the operator takes a slow path.
     """
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         outputs, inputs = weight_OI.shape
         self._slices = next(count for count in range(min(SLICES, outputs), 0, -1) if outputs % count == 0)
         self._weight_SPI = weight_OI.view(self._slices, outputs // self._slices, inputs)
@@ -134,7 +134,7 @@ class OneDnnLinear:
 class CastingLinear:
     """PlainLinear for weights narrower than the activations."""
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self._plain = PlainLinear(weight_OI, bias_O)
         self._dtype = weight_OI.dtype
 

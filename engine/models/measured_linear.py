@@ -180,7 +180,7 @@ class MeasuredGated:
 class LinearByRows:
     """`few` in the order of `rows`, `many` for more rows."""
 
-    def __init__(self, few: Sequence[Linear], many: Linear, rows: Sequence[int] = ROWS) -> None:
+    def __init__(self, few: Sequence[Linear], many: Linear, rows: Sequence[int]) -> None:
         bounds = (0, *rows)
         self._few = [few[0]]  # for no rows
         for linear, below, up_to in zip(few, bounds, rows, strict=False):

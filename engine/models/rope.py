@@ -57,9 +57,7 @@ def parse_rope(config: Mapping[str, Any], context_len: int) -> RopeSpec:
     if kind == "default":
         return RopeSpec(theta)
     length = "original_max_position_embeddings"
-    outer_len = positive_number(
-        config, length, 0, least=1
-    )  # goes first where there is one, as in transformers
+    outer_len = positive_number(config, length, 0, least=1)  # goes first, as in transformers
     original_len = int(outer_len or positive_number(parameters, length, context_len, least=1))
     factor = positive_number(parameters, "factor", context_len / original_len if kind == "yarn" else 1.0)
     if kind == "yarn" and theta <= 1:
