@@ -198,24 +198,21 @@ class SessionAwareCache:
         assert not match.elsewhere
         assert not match.loading
         session_id = match.session_id
-        lent = None
-        if session_id is not None:
-            lent = SessionSlot(session_id, SlotState.LENT, borrower=holder.request_id)
         if match.prefix is not None:
-            fresh = self._inner.begin(match.prefix, holder)
-            if lent is not None:
-                self.tiers.discard(lent.session_id)  # what it holds, if anything, could not be continued
-                self.tiers.lost.begin(lent.session_id)
-                self._slots.put(lent)
-            return fresh
-        assert lent is not None
-        slot = self._slots.get(lent.session_id)
-        assert slot is not None
-        kv = self.tiers.take_out(slot)
-        kv.holder = holder
-        self._slots.put(lent)
-        self._inner.lend(kv)
-        self._free_tail(kv, match.prefix_len)
+            kv = self._inner.begin(match.prefix, holder)
+            if session_id is not None:
+                self.tiers.discard(session_id)  # what it holds, if anything, could not be continued
+                self.tiers.lost.begin(session_id)
+        else:
+            assert session_id is not None
+            slot = self._slots.get(session_id)
+            assert slot is not None
+            kv = self.tiers.take_out(slot)
+            kv.holder = holder
+            self._inner.lend(kv)
+            self._free_tail(kv, match.prefix_len)
+        if session_id is not None:
+            self._slots.put(SessionSlot(session_id, SlotState.LENT, borrower=holder.request_id))
         return kv
 
     def promote(self, session_id: str, ahead: PageCounts = NO_PAGES) -> Room:

@@ -61,13 +61,12 @@ class Admission:
         if self._loading:
             self._loading_before, self._loading = self._loading, {}
 
-    def resume(self, running: Sequence[LiveRequest]) -> int | None:
-        """Begins a step in which the `running` requests run. Returns `place`."""
+    def resume(self, running: Sequence[LiveRequest]) -> None:
+        """Begins a step in which the `running` requests run."""
         if not running or self._cache.room_signs().promise_more_than(self._seen):
             self.begin_anew()
         self._running = running
         self._owed = None
-        return self.place
 
     @property
     def place(self) -> int | None:

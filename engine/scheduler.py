@@ -303,8 +303,8 @@ class Scheduler:
         """Adds an item for every waiting request that may run now."""
         if budget == 0 or len(self._running) >= self._settings.max_running:
             return
-        place = self._admission.resume(self._running)
-        while place is not None and place < len(self._waiting):
+        self._admission.resume(self._running)
+        while (place := self._admission.place) is not None and place < len(self._waiting):
             request = self._waiting[place]
             verdict = self._admission.ask(request, budget)
             if verdict.num_tokens:
@@ -313,7 +313,6 @@ class Scheduler:
                 budget -= items[-1].budget_tokens
                 if budget == 0 or len(self._running) >= self._settings.max_running:
                     return
-            place = self._admission.place
 
     def _start(self, request: LiveRequest) -> None:
         """Waiting -> running, with the KV that admission gave it."""
