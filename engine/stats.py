@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from cache.session_cache import SessionAwareCache
 from engine.api import EngineStats
 from engine.runner.protocol import RunnerFacts
-
-if TYPE_CHECKING:
-    from engine.scheduler import Scheduler
 
 PERIOD_S = 0.1
 
@@ -29,6 +26,19 @@ class EngineCounters:
     accepted_draft_tokens: int = 0
 
 
+class Load(Protocol):
+    """What the scheduler reports about its load."""
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def kv_utilization(self) -> float: ...
+
+
 class StatsBoard:
     """Publishes EngineStats. Any thread may read `latest`; all else belongs to the engine's thread. `clock` returns
     monotonic seconds."""
@@ -36,7 +46,7 @@ class StatsBoard:
     def __init__(
         self,
         cache: SessionAwareCache,
-        scheduler: Scheduler,
+        scheduler: Load,
         counters: EngineCounters,
         facts: RunnerFacts,
         clock: Callable[[], float],
