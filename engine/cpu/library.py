@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -256,7 +256,7 @@ def find_kernels(folder: Path = FOLDER, variants: Sequence[str] | None = None) -
         except (OSError, AttributeError) as error:
             reasons.append(f"{path.name}: {error}")
             continue
-        if found != (expected := sources_digest(folder / "source")) and expected is not None:
+        if found != (expected := _sources_digest(folder / "source")) and expected is not None:
             reasons.append(f"{path.name} was built from other sources: install the project again")
             continue
         _declare(c)
@@ -282,14 +282,10 @@ def _file(folder: Path, name: str) -> Path:
     return folder / f"_{name}{EXTENSION_SUFFIXES[0]}"
 
 
-def sources_digest(folder: Path) -> str | None:
-    """Digest of the C files; None where they are not installed."""
+def _sources_digest(folder: Path) -> str | None:
+    """Digest of the C files, as setup.py makes it; None where they are not installed."""
     files = sorted(path for path in folder.glob("*") if path.suffix in (".c", ".h"))
-    return digest_of(files) if files else None
-
-
-def digest_of(files: Iterable[Path]) -> str:
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
+    return hashlib.sha256(b"\0".join(map(Path.read_bytes, files))).hexdigest()[:16] if files else None
 
 
 def _sources_of(c: ctypes.CDLL) -> str:

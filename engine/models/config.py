@@ -144,6 +144,7 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
     num_layers = positive_integer(config, "num_hidden_layers")
     packed = parse_mxfp4(config) if family.experts == "gpt_oss" else parse_packed(config)
     hidden_size = positive_integer(config, "hidden_size")
+    default_head_dim = family.default_head_dim or hidden_size // num_heads
     latent = parse_latent(config, rope) if family.latent else None
     spec = ModelSpec(
         vocab_size=positive_integer(config, "vocab_size"),
@@ -152,7 +153,7 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=1 if latent else _kv_heads(config, family, num_heads),
-        head_dim=latent.key_dim if latent else _head_dim(config, family, hidden_size // num_heads),
+        head_dim=latent.key_dim if latent else positive_integer(config, "head_dim", default_head_dim),
         rms_norm_eps=positive_number(config, "rms_norm_eps", 1e-6),
         rope=rope,
         max_context_len=context_len,
@@ -183,10 +184,6 @@ def _kv_heads(config: Mapping[str, Any], family: Family, num_heads: int) -> int:
     missing = "num_key_value_heads" not in config
     default = family.default_kv_heads if missing and family.default_kv_heads else num_heads
     return positive_integer(config, "num_key_value_heads", default)
-
-
-def _head_dim(config: Mapping[str, Any], family: Family, even_share: int) -> int:
-    return positive_integer(config, "head_dim", family.default_head_dim or even_share)
 
 
 def _flag(config: Mapping[str, Any], key: str, family: Family, fixed: bool) -> bool:

@@ -213,7 +213,7 @@ def _gptq(found: Mapping[str, Any]) -> PackedFormat:
     return PackedFormat(
         "gptq",
         _bits(found, "bits"),
-        _group(found, "group_size"),
+        _group(found),
         zeros_are_less_one=kind == "gptq",
         has_zeros=not truth(found, "sym", False),
         ordered=truth(found, "desc_act", False),
@@ -227,7 +227,7 @@ def _awq(found: Mapping[str, Any]) -> PackedFormat:
     bits = _bits(found, "bits")
     if bits != 4:
         raise UnsupportedModel(f"quantization_config: awq with {bits} bits is not implemented, only 4")
-    return PackedFormat("awq", bits, _group(found, "group_size"))
+    return PackedFormat("awq", bits, _group(found))
 
 
 def _compressed(found: Mapping[str, Any]) -> PackedFormat:
@@ -242,7 +242,7 @@ def _compressed(found: Mapping[str, Any]) -> PackedFormat:
         strategy = weights.get("strategy")
         if strategy not in ("group", "channel"):
             raise UnsupportedModel(f"quantization_config: strategy {strategy!r} of {name} is not implemented")
-        size = _group(weights, "group_size") if strategy == "group" else None
+        size = _group(weights) if strategy == "group" else None
         formats.add(
             PackedFormat(
                 "compressed-tensors",
@@ -264,9 +264,11 @@ def _bits(found: Mapping[str, Any], key: str) -> int:
     return int(bits)
 
 
-def _group(found: Mapping[str, Any], key: str) -> int | None:
+def _group(found: Mapping[str, Any]) -> int | None:
     """-1 stands for all inputs."""
-    size = found.get(key)
+    size = found.get("group_size")
     if type(size) is not int or (size < 1 and size != -1):
-        raise UnsupportedModel(f"quantization_config: {key} must be a positive integer or -1, not {size!r}")
+        raise UnsupportedModel(
+            f"quantization_config: group_size must be a positive integer or -1, not {size!r}"
+        )
     return None if size == -1 else size
