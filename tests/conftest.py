@@ -3,6 +3,7 @@ that tests start can be interrupted. In continuous integration a test may be ski
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -20,6 +21,12 @@ def pytest_configure() -> None:
     a shell starts background jobs with SIGINT ignored, and children would inherit that."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays until the process ends: no collection of garbage looks through it."""
+    gc.collect()
+    gc.freeze()
 
 
 EXPLAINED_SKIPS = MappingProxyType(

@@ -74,7 +74,7 @@ async def test_between_two_replicas(served: Failover, session: str | None, every
     served.replicas.dead.add("b")
     turn = asyncio.create_task(served.turn(mine(session)))
     while failovers(served) < 2:
-        await asyncio.sleep(0)
+        await asyncio.sleep(turn_dispatch.RETRY_PAUSE_S)
     client = other_ingress(served)
     await client.abort(None, all_requests=True, tenant="another")
     await client.abort("yours", tenant="")
