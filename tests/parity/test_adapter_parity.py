@@ -7,8 +7,6 @@ Requests with several adapters and without one run beside each other, and sessio
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +14,10 @@ import torch
 import transformers
 
 from engine.models.loader import LoadedModel, load_model
-from engine.settings import ModelSettings, SpeculationMethod
+from engine.settings import ModelSettings
 from tests.parity.matrix_cell import Cell, CellRun
 from tests.parity.place import DEVICE
-from tests.parity.test_deterministic import SinglePasses, cells_of
+from tests.parity.test_deterministic import SinglePasses, cells_of, name_of
 from tests.parity.test_matrix import TINY, assert_scored
 from tests.parity.test_schedules import assert_greedy
 from tests.unit.engine.models.peft_adapters import adapted, running
@@ -28,14 +26,6 @@ pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="adapters are appli
 
 ADAPTERS = ["all", "some", "uneven"]
 OF_A_CELL = ("", *ADAPTERS)
-SPECULATION: tuple[SpeculationMethod, ...] = ("off", "ngram", "draft")
-CELLS = [
-    Cell(speculation, page_size, disturbed, disturbed, seed, adapters=OF_A_CELL)
-    for seed, (speculation, page_size, disturbed) in enumerate(
-        product(SPECULATION, (1, 16, 256), (False, True)), 700
-    )
-]
-AT_EVERY_CHANGE = CELLS[1::7]
 FAMILIES: dict[str, Any] = {
     "mistral": transformers.MistralConfig(**TINY, sliding_window=None),
     "windowed": transformers.MistralConfig(**TINY, sliding_window=12),
@@ -54,7 +44,7 @@ class Models:
     draft: LoadedModel
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
     torch.manual_seed(13)
     model: Any = transformers.AutoModelForCausalLM.from_config(FAMILIES[request.param], dtype=torch.float32)
@@ -74,16 +64,15 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Models(reference, load_model(settings), load_model(settings, deterministic=True), draft)
 
 
-def name_of(cell: Cell) -> str:
-    return f"{cell.speculation}-page{cell.page_size}{'-disturbed' * cell.retracting}"
-
-
 @pytest.mark.parametrize(
-    "cell",
+    ("models", "cell"),
     [
-        pytest.param(cell, id=name_of(cell), marks=[pytest.mark.slow] * (cell not in AT_EVERY_CHANGE))
-        for cell in CELLS
+        pytest.param(
+            model, cell, id=f"{model}-{name_of(cell)}", marks=[pytest.mark.slow] * (not cell.chunked)
+        )
+        for model, cell in (each.values for each in cells_of(FAMILIES, 700, adapters=OF_A_CELL))
     ],
+    indirect=["models"],
 )
 def test_every_request_has_the_tokens_of_its_adapter(models: Models, cell: Cell) -> None:
     run = CellRun(cell, models.target, models.draft if cell.speculation == "draft" else None)
@@ -98,7 +87,8 @@ def test_every_request_has_the_tokens_of_its_adapter(models: Models, cell: Cell)
         assert_scored(reference, [each for each in run.scored if each.adapter == adapter])
 
 
-def test_adapters_change_the_tokens(models: Models, tmp_path: Path) -> None:  # noqa: ARG001
+@pytest.mark.parametrize("models", FAMILIES, indirect=True)
+def test_adapters_change_the_tokens(models: Models) -> None:
     """Else the other tests would show nothing."""
     prompt = torch.arange(20)[None]
     with torch.inference_mode():
