@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -24,3 +29,14 @@ def assert_rounded_once(got: Tensor, wide: Tensor, scale: Tensor | None = None) 
     bound += (wide.abs() if scale is None else scale) * ON_THE_WAY + 1e-7
     worst = float(((got.double() - wide).abs() - bound).max())
     assert worst <= 0.0, f"{worst} past the bound"
+
+
+def crossed(shapes: Sequence[tuple[int, ...]], tiles: Sequence[object]) -> list[Any]:
+    """Each shape with each of the tiles: on a card in every dtype, in the interpreter in one. There each shape and each
+    of the tiles has every dtype all the same."""
+    return [
+        pytest.param(*shape, tile, dtype, id=f"{'-'.join(map(str, shape))}-{tile}-{dtype}")
+        for (row, shape), (column, tile) in product(enumerate(shapes), enumerate(tiles))
+        for number, dtype in enumerate(ROUNDING)
+        if not INTERPRETED or number == (row + column) % len(ROUNDING)
+    ]

@@ -9,7 +9,7 @@ import torch
 
 from engine.kernels.fp8_few_rows import EACH, ROW_TILES, Fp8RowTiles, multiply_fp8_sums, sums_fit
 from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, Build, Compiler
-from tests.unit.engine.kernels.rounding import ROUNDING
+from tests.unit.engine.kernels.rounding import ROUNDING, crossed
 from tests.unit.engine.kernels.test_fp8_rows import check, draw, every_number
 
 TINY = Fp8RowTiles(2, 1)
@@ -17,9 +17,9 @@ TINY = Fp8RowTiles(2, 1)
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("tiles", [*ROW_TILES, TINY], ids=str)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1040), (1, 128), (3, 48)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "tiles", "dtype"), crossed([(1, 1040), (1, 128), (3, 48)], [*ROW_TILES, TINY])
+)
 def test_against_float64(
     device: torch.device, rows: int, columns: int, tiles: Fp8RowTiles, dtype: torch.dtype
 ) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.kernels.fp8_rows import TILES, Fp8Tiles, fits, multiply_fp8, multiply_out
 from engine.models.quantized_matrix import QuantizedMatrix
-from tests.unit.engine.kernels.rounding import ROUNDING, assert_rounded_once
+from tests.unit.engine.kernels.rounding import ROUNDING, assert_rounded_once, crossed
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 TINY = Fp8Tiles(16, 16, 16, 1, 2, True)
@@ -43,9 +43,10 @@ def check(
     assert_rounded_once(got_NO, wide_NO, scale_NO)
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("tiles", [*TILES, TINY], ids=str)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 333), (5, 128), (16, 48), (64, 333), (65, 128)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "tiles", "dtype"),
+    crossed([(1, 333), (5, 128), (16, 48), (64, 333), (65, 128)], [*TILES, TINY]),
+)
 def test_against_float64(
     device: torch.device, rows: int, columns: int, tiles: Fp8Tiles, dtype: torch.dtype
 ) -> None:
