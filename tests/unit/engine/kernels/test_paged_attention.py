@@ -135,12 +135,12 @@ def test_splits_are_used_and_change_nothing() -> None:
 
 @pytest.mark.parametrize("multiprocessors", [1, 2, 5, 13])
 def test_every_part_has_a_program(multiprocessors: int) -> None:
-    """From a card without room for splits to one with room for some."""
-    for items in (((1, 290), (1, 7), (1, 160)), ((1, 290), (40, 60), (16, 160), (3, 9))):
-        for padding in (0, 5):
-            check(
-                Shape(items, 16, padding_items=padding, padding_rows=padding), multiprocessors=multiprocessors
-            )
+    """From a card without room for splits to one with room for some. Decodes have padding where mixed steps have none,
+    and the other way round."""
+    decodes, mixed = ((1, 290), (1, 7), (1, 160)), ((1, 290), (40, 60), (16, 160), (3, 9))
+    for items, pads in ((decodes, multiprocessors in (2, 13)), (mixed, multiprocessors in (1, 5))):
+        padding = 5 * pads
+        check(Shape(items, 16, padding_items=padding, padding_rows=padding), multiprocessors=multiprocessors)
 
 
 @pytest.mark.parametrize("items", [((5, 290),), ((5, 290), (1, 70), (3, 200))])
