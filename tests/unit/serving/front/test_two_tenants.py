@@ -23,7 +23,7 @@ from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from serving.front.http import create_http_app
 from tests.unit.serving.local_service import LocalService, client_of, local_service
 
-CALLS = int(os.environ.get("KEDGE_FUZZ_CALLS", "1500"))
+CALLS = int(os.environ.get("KEDGE_FUZZ_CALLS", "600"))
 OTHER = {"acme": "umbrella", "umbrella": "acme"}
 RING = KeyRing({API_KEYS: "key-a=acme,key-u=umbrella", OPERATOR_KEYS: "key-o"})
 KEYS = {"acme": "key-a", "umbrella": "key-u", "operator": "key-o"}
