@@ -3,7 +3,9 @@ added to its weights. Rows without one are the same, bit for bit, whoever is bes
 
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from engine.models.weights import DummyWeights
 from engine.parallel.ranks import OneRank
 from engine.settings import AdapterSettings, DTypeName, ModelSettings
 from tests.unit.engine.attention.reference import ReferenceAttention
-from tests.unit.engine.cpu.builds import every_build, kernels_of
+from tests.unit.engine.cpu.builds import RUNNING, every_build, kernels_of
 from tests.unit.engine.cpu.test_steps import (
     BASE,
     CONFIGS,
@@ -104,27 +106,35 @@ def rows_of(outputs: list[Tensor], sequence: int) -> Tensor:
     return torch.cat([output.split(counts)[sequence] for output, counts in zip(outputs, STEPS, strict=True)])
 
 
+@functools.cache
+def expected_of(name: str) -> dict[str, list[Tensor]]:
+    """What each adapter's own model gives: for all builds and numbers of threads once."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory, config = Path(folder), CONFIGS[name]
+        whole = load(directory, config, PackedLinears(Workers(kernels_of(RUNNING[0]), 1), rounds=False))
+        models = {adapter: merged(whole, directory, config, adapter) for adapter in OF_SEQUENCES[1:]}
+    return {
+        adapter: run(own, ReferenceAttention(poisoned_pool(own)), None) for adapter, own in models.items()
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "threads"), [*((name, 1) for name in CONFIGS if name not in OF_LATENTS), ("biased", 3)]
 )
 @every_build
 def test_each_sequence_has_its_adapter(tmp_path: Path, name: str, threads: int, variant: str) -> None:
-    kernels, config = kernels_of(variant), CONFIGS[name]
-    whole = load(tmp_path, config, PackedLinears(Workers(kernels, threads), rounds=False))
+    kernels = kernels_of(variant)
+    whole = load(tmp_path, CONFIGS[name], PackedLinears(Workers(kernels, threads), rounds=False))
     assert isinstance(whole.model, WholeSteps)
     assert list(whole.adapters) == list(OF_SEQUENCES[1:])
     plain = run(whole, CpuAttention(poisoned_pool(whole), kernels), None)
-    expected = {}
-    for adapter in OF_SEQUENCES[1:]:
-        own = merged(whole, tmp_path, config, adapter)
-        expected[adapter] = run(own, ReferenceAttention(poisoned_pool(own)), None)
     for adapters in (OF_SEQUENCES, OF_SEQUENCES[::-1], ("small", "small", "large")):
         mixed = run(whole, CpuAttention(poisoned_pool(whole), kernels), adapters)
         for sequence, adapter in enumerate(adapters):
             if not adapter:
                 assert torch.equal(rows_of(mixed, sequence), rows_of(plain, sequence))
                 continue
-            alone = rows_of(expected[adapter], sequence)
+            alone = rows_of(expected_of(name)[adapter], sequence)
             torch.testing.assert_close(rows_of(mixed, sequence), alone, **TOLERANCE)
             assert not torch.allclose(alone, rows_of(plain, sequence), atol=0.1), "it changes nothing"
 

@@ -9,7 +9,7 @@ import torch
 
 from engine.kernels.fp8_few_rows import EACH, ROW_TILES, Fp8RowTiles, multiply_fp8_sums, sums_fit
 from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, Build, Compiler
-from tests.unit.engine.kernels.rounding import ROUNDING, crossed
+from tests.unit.engine.kernels.rounding import crossed
 from tests.unit.engine.kernels.test_fp8_rows import check, draw, every_number
 
 TINY = Fp8RowTiles(2, 1)
@@ -29,8 +29,7 @@ def test_against_float64(
     check(x_NI, matrix, bias_O, partial(multiply_fp8_sums, tiles=tiles))
 
 
-@pytest.mark.parametrize("tiles", ROW_TILES, ids=str)
-@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(("tiles", "dtype"), crossed([()], ROW_TILES))
 def test_every_number_has_its_place(device: torch.device, tiles: Fp8RowTiles, dtype: torch.dtype) -> None:
     """A row of x with a one for each weight, so a number at another place would be seen."""
     diagonal_OI, expected_O = every_number(device)

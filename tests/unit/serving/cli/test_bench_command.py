@@ -86,8 +86,9 @@ def test_same_seed_same_prompts_and_another_seed_others(tmp_path):
             measure(stub, tmp_path, "--seed", seed, "--concurrency", "1")
         return [body["messages"] for body in stub.bodies]
 
-    assert prompts("1") == prompts("1")
-    assert prompts("1") != prompts("2")
+    first = prompts("1")
+    assert prompts("1") == first
+    assert prompts("2") != first
 
 
 def test_table_shows_early_and_late_turns_rates_and_cached_share():

@@ -220,10 +220,9 @@ def test_a_port_that_is_set_by_hand_is_nobody_elses(kedge: Kedge, tmp_path: Path
     config = tmp_path / "cluster.yaml"
     config.write_text(CONFIG.read_text().replace("count: 1\n", "count: 1\n        operator_port: 9000\n", 1))
     stats, metrics, fallback = "HAPROXY_STATS_PORT", "HAPROXY_METRICS_PORT", "FALLBACK_PROXY_HTTP_PORT"
-    for name in (stats, metrics, fallback):
-        for port in ("8000", "9000"):
-            why = refused(kedge.serve(config=config, **{f"RAY_SERVE_{name}": port}))
-            assert f"RAY_SERVE_{name} is {port}, which is also a port of the configuration file" in why
+    for name, port in ((stats, "8000"), (metrics, "9000"), (fallback, "8000")):
+        why = refused(kedge.serve(config=config, **{f"RAY_SERVE_{name}": port}))
+        assert f"RAY_SERVE_{name} is {port}, which is also a port of the configuration file" in why
     why = refused(kedge.serve(**{f"RAY_SERVE_{metrics}": "9300", f"RAY_SERVE_{stats}": "9300"}))
     assert "is 9300, which is also a port of RAY_SERVE_" in why
     started = kedge.serve(**{f"RAY_SERVE_{stats}": "8500"})
