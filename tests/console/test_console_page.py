@@ -100,6 +100,8 @@ def test_forks_rewinds_and_the_end_by_click(served: ServedService, console: Open
     expect(page.get_by_role("button", name=fork, exact=True).first).to_be_visible()
     assert figure(row(page, fork)["Tokens"]) == one
     page.get_by_role("button", name="Rewind to here, turn 0").click()
+    expect(page.locator("#turns li")).to_have_count(2)  # it asks first: what is taken back is lost
+    page.get_by_role("button", name="Really rewind?, turn 0").click()
     expect(page.locator("#history-said")).to_have_text(f"Rewound: {one} tokens are left.")
     expect(page.locator("#history-facts")).to_contain_text(f"{one} tokens")
     page.get_by_role("button", name="Close it").click()

@@ -39,35 +39,38 @@ export class Chat {
   async send() {
     if (this.stopping) return;
     const [session, tenant, text] = [this.session.value, this.tenant.value, this.text.value];
-    const answer = el("span", {});
+    const answer = el("span", { dir: "auto" });
     const effect = el("dl", { class: "effect", "aria-label": "Effect of the turn" });
     this.talk.append(
-      el("div", { class: "message user" }, el("b", {}, "user"), " ", text),
+      el("div", { class: "message user" }, el("b", {}, "user"), " ", el("span", { dir: "auto" }, text)),
       el("div", { class: "message assistant" }, el("b", {}, "assistant"), " ", answer),
       effect,
     );
+    this.scroll();
     this.text.value = "";
     this.busy(new AbortController());
     const turn = new Turn(session, tenant, this.rowOf(session, tenant));
+    // Meanwhile the talk may be another one.
+    const tell = (said) => effect.isConnected && say(this.said, said);
     try {
-      await this.stream(turn, text, answer);
-      say(this.said, turn.isCutOff ? "The answer was cut off: it may have no more tokens." : "The answer is complete.");
+      await this.stream(turn, text, answer, tell);
+      tell(turn.isCutOff ? "The answer was cut off: it may have no more tokens." : "The answer is complete.");
     } catch (error) {
       if (error.wantsKey) this.wantsKey(error);
       turn.failure = error.name === "AbortError" ? "Stopped: the turn leaves no trace." : error.message;
-      say(this.said, turn.failure);
+      tell(turn.failure);
+      if (effect.isConnected) this.text.value ||= text;
     } finally {
       this.busy(null);
     }
-    turn.show(effect);
+    this.follow(() => turn.show(effect));
     if (turn.failure === null && turn.usage) {
       await this.settled(turn);
-      turn.show(effect);
-      this.scroll();
+      this.follow(() => turn.show(effect));
     }
   }
 
-  async stream(turn, text, answer) {
+  async stream(turn, text, answer, tell) {
     const body = {
       messages: [{ role: "user", content: text }],
       stream: true,
@@ -76,7 +79,7 @@ export class Chat {
     };
     const { session, tenant } = turn;
     const options = { body, session, tenant, signal: this.stopping.signal };
-    say(this.said, "Waiting for the first token.");
+    tell("Waiting for the first token.");
     for await (const { data } of this.api.events("POST", "v1/chat/completions", options)) {
       if (data === "[DONE]") break;
       const chunk = JSON.parse(data);
@@ -86,10 +89,9 @@ export class Chat {
       turn.finish = reason ?? turn.finish;
       const piece = (delta.reasoning_content ?? "") + (delta.content ?? "");
       if (piece) {
-        if (turn.firstS === null) say(this.said, "Answering.");
+        if (turn.firstS === null) tell("Answering.");
         turn.firstS ??= turn.passedS();
-        answer.append(piece);
-        this.scroll();
+        this.follow(() => answer.append(piece));
       }
     }
     if (turn.finish === null) throw new Error("The stream ended before the answer did.");
@@ -99,13 +101,14 @@ export class Chat {
   // Owners tell of their sessions once a second: waits until the session's row has this turn.
   async settled(turn) {
     const until = performance.now() + SETTLE_MS;
-    while (performance.now() < until) {
+    for (;;) {
       const row = this.rowOf(turn.session, turn.tenant);
       const committed = turn.usage.prompt_tokens + turn.usage.completion_tokens;
       if (row && !row.in_turn && row.kv_pages !== null && row.tokens >= committed && row.tier !== "log") {
         turn.after = row;
         return;
       }
+      if (performance.now() > until) return;
       await this.nextState();
     }
   }
@@ -114,6 +117,13 @@ export class Chat {
     this.stopping = stopping;
     byId("chat-send").disabled = stopping !== null;
     byId("chat-stop").disabled = stopping === null;
+  }
+
+  // Adds to the talk. Whoever reads its end goes on to see the end; whoever has scrolled up stays there.
+  follow(add) {
+    const { scrollHeight, scrollTop, clientHeight } = this.talk;
+    add();
+    if (scrollHeight - scrollTop - clientHeight < 40) this.scroll();
   }
 
   scroll() {

@@ -11,6 +11,26 @@ export function el(tag, fields = {}, ...children) {
   return made;
 }
 
+// A button for what cannot be undone: the first click asks, the second does it. It asks no longer once the focus leaves.
+// `of` tells a screen reader what it is about.
+export function careful(name, question, of, does, fields = {}) {
+  const button = el("button", { type: "button", ...fields });
+  const ask = (asks) => {
+    const text = asks ? question : name;
+    say(button, text);
+    button.setAttribute("aria-label", of ? `${text}, ${of}` : text);
+    button.dataset.asks = asks;
+  };
+  button.addEventListener("blur", () => ask(false));
+  button.addEventListener("click", () => {
+    const sure = button.dataset.asks === "true";
+    ask(!sure);
+    if (sure) does();
+  });
+  ask(false);
+  return button;
+}
+
 export const byId = (id) => document.getElementById(id);
 
 export function say(element, text) {

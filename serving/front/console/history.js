@@ -1,7 +1,7 @@
 // One session: what was said in it, and what can be done with it: fork, rewind, close.
 
 import { sessionPath } from "./api.js";
-import { byId, count, el, plural, say, sizeOfKv } from "./dom.js";
+import { byId, careful, count, el, plural, say, sizeOfKv } from "./dom.js";
 
 const GONE = "This session has ended, or was not used for long.";
 
@@ -14,12 +14,11 @@ export class History {
     this.asked = 0;
     this.section = byId("history");
     this.said = byId("history-said");
-    this.close = el("button", { type: "button", class: "danger", onclick: () => this.confirmClose() }, "Close it");
     // What is done with a whole session. A request of a tree is a row, too, but these would act on the whole tree.
     this.whole = [
       el("button", { type: "button", class: "main", onclick: () => this.on.chat(this.row) }, "Chat in it"),
       el("button", { type: "button", onclick: () => this.fork(null) }, "Fork"),
-      this.close,
+      careful("Close it", "Really close it?", "", () => this.end(), { class: "danger" }),
     ];
     const hide = el("button", { type: "button", onclick: () => this.leave() }, "Hide");
     byId("history-buttons").append(...this.whole, hide);
@@ -28,7 +27,7 @@ export class History {
   async open(row) {
     this.row = row;
     this.section.hidden = false;
-    this.resetClose();
+    this.section.focus({ preventScroll: true });
     for (const button of this.whole) button.hidden = row.rid !== null;
     say(byId("history-title"), `Session ${row.session_id}${row.rid === null ? "" : ` · ${row.rid}`}`);
     say(this.said, "");
@@ -80,19 +79,23 @@ export class History {
       return this.turn(checkpoint, said);
     });
     const rest = messages.slice(told).map(message);
-    byId("turns").replaceChildren(...turns, ...(rest.length ? [el("li", {}, ...rest)] : []));
-    if (!turns.length && !rest.length) byId("turns").append(el("li", { class: "quiet" }, "Nothing was said yet."));
+    const list = byId("turns");
+    const held = list.contains(document.activeElement) ? document.activeElement.dataset.does : null;
+    list.replaceChildren(...turns, ...(rest.length ? [el("li", {}, ...rest)] : []));
+    if (held) (list.querySelector(`[data-does="${held}"]`) ?? this.section).focus({ preventScroll: true });
+    if (!turns.length && !rest.length) list.append(el("li", { class: "quiet" }, "Nothing was said yet."));
   }
 
   turn(checkpoint, said) {
     const name = checkpoint.turn === null ? "a turn of its parent" : `turn ${checkpoint.turn}`;
     const place = checkpoint.turn === null ? { length: checkpoint.tokens } : { turn: checkpoint.turn };
-    const button = (text, does) =>
-      el("button", { type: "button", "aria-label": `${text}, ${name}`, onclick: does }, text);
-    const buttons =
-      this.row.rid === null
-        ? [button("Fork here", () => this.fork(place)), button("Rewind to here", () => this.rewind(place))]
-        : [];
+    const does = (what) => ({ "data-does": `${what}-${checkpoint.tokens}` });
+    const fork = { type: "button", "aria-label": `Fork here, ${name}`, onclick: () => this.fork(place), ...does("fork") };
+    const rewind = () => this.rewind(place);
+    const buttons = [
+      el("button", fork, "Fork here"),
+      careful("Rewind to here", "Really rewind?", name, rewind, { class: "danger", ...does("rewind") }),
+    ];
     return el(
       "li",
       {},
@@ -100,7 +103,7 @@ export class History {
         "div",
         { class: "bar-title" },
         el("span", { class: "quiet" }, `${name}, ${count(checkpoint.tokens)} tokens`),
-        el("span", { class: "buttons" }, ...buttons),
+        this.row.rid === null ? el("span", { class: "buttons" }, ...buttons) : null,
       ),
       ...said.map(message),
     );
@@ -127,24 +130,12 @@ export class History {
     });
   }
 
-  // The first click asks, the second closes.
-  async confirmClose() {
-    if (!this.close.dataset.asked) {
-      this.close.dataset.asked = "yes";
-      this.close.textContent = "Really close it?";
-      return;
-    }
+  async end() {
     const { session_id: id, tenant } = this.row;
     await this.tried(async () => {
       await this.api.call("DELETE", sessionPath(id), { tenant });
       if (this.shows(id, tenant)) this.leave();
     });
-    if (this.shows(id, tenant)) this.resetClose();
-  }
-
-  resetClose() {
-    delete this.close.dataset.asked;
-    this.close.textContent = "Close it";
   }
 
   // Whether this session is the one that is shown. Meanwhile another one may have been opened.
@@ -173,5 +164,5 @@ export class History {
 function message({ role, content, tool_calls: calls }) {
   const words = typeof content === "string" ? content : JSON.stringify(content ?? undefined);
   const told = [words, calls?.length ? JSON.stringify(calls) : null].filter((part) => part);
-  return el("div", { class: `message ${role}` }, el("b", {}, role), " ", told.join("\n"));
+  return el("div", { class: `message ${role}` }, el("b", {}, role), " ", el("span", { dir: "auto" }, told.join("\n")));
 }

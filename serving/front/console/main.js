@@ -1,6 +1,6 @@
 // The console: one stream of events from the server, and the parts of the page that show it.
 
-import { Api } from "./api.js";
+import { Api, ApiError } from "./api.js";
 import { Chat } from "./chat.js";
 import { byId, count, plural, say, share } from "./dom.js";
 import { Events } from "./events.js";
@@ -25,7 +25,7 @@ class Console {
     this.history = new History(this.api, {
       chat: (row) => this.chatIn(row.session_id, row.tenant),
       forked: (id, tenant) => this.chat.begin(id, tenant),
-      closed: () => this.sessions.choose(null),
+      closed: () => this.sessions.leave(),
       wantsKey,
     });
     this.chat = new Chat(this.api, {
@@ -35,21 +35,33 @@ class Console {
     });
     byId("key-button").addEventListener("click", () => this.askKey("Calls are made with this key."));
     byId("key-dialog").addEventListener("close", () => this.keyGiven());
+    document.addEventListener("visibilitychange", () => document.hidden && this.watching?.abort());
   }
 
   // Watches for ever: a stream that ends is opened again, later and later where nothing comes of it.
   async run() {
     for (let tries = 0; ; tries += 1) {
+      await this.seen();
       const began = performance.now();
       try {
         await this.watch();
         this.linkIs("waiting", "connecting again");
       } catch (error) {
-        this.linkIs("down", error.wantsKey ? "a key is needed" : "not connected");
-        if (error.wantsKey) await this.keyAsked(error.message);
+        if (!document.hidden) {
+          this.linkIs("down", whyNot(error));
+          if (error.wantsKey) await this.keyAsked(error.message);
+        }
       }
-      if (performance.now() - began > 10000) tries = 0;
+      if (document.hidden || performance.now() - began > 10000) tries = 0;
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(tries, RETRY_MS.length - 1)]));
+    }
+  }
+
+  // A browser has six connections to a server for all its tabs together: a tab that is not seen leaves them to others.
+  async seen() {
+    while (document.hidden) {
+      this.linkIs("waiting", "paused while not seen");
+      await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
     }
   }
 
@@ -73,7 +85,7 @@ class Console {
         const told = JSON.parse(data);
         if (name === "state") this.show(told);
         if (name === "event") this.events.add(told, told.at > beganS - 1);
-        if (name === "error") throw new Error(told.error.message);
+        if (name === "error") throw new ApiError(0, told.error.code, told.error.message);
       }
     } finally {
       clearTimeout(silence);
@@ -135,6 +147,7 @@ class Console {
 
   linkIs(kind, text) {
     byId("link").dataset.is = kind;
+    document.body.dataset.old = kind === "down";
     say(byId("link"), text);
   }
 
@@ -159,6 +172,12 @@ class Console {
     this.watching?.abort();
     this.goOn?.();
   }
+}
+
+// Why nothing comes: what the server says, if it answers at all.
+function whyNot(error) {
+  if (error.wantsKey) return "a key is needed";
+  return error instanceof ApiError ? `not connected: ${error.message}` : "not connected";
 }
 
 new Console().run();

@@ -1,6 +1,6 @@
 // The map of KV: each replica's pools as stacked bars by account, and its tiers below the device.
 
-import { byId, bytes, count, el, plural, say, share } from "./dom.js";
+import { byId, bytes, count, el, plural, say, share, time } from "./dom.js";
 
 const ACCOUNTS = [
   ["session", "session", "private pages of idle sessions"],
@@ -39,7 +39,7 @@ export class Memory {
         this.shown.set(replica.replica, card);
         this.replicas.append(card.root);
       }
-      this.shown.get(replica.replica).show(replica, this.rates(replica, state.at));
+      this.shown.get(replica.replica).show(replica, this.rates(replica, state.at), state.at);
     }
     if (!names.length) this.replicas.replaceChildren(el("p", { class: "quiet" }, "There is no replica."));
     alarm(state.replicas);
@@ -62,6 +62,7 @@ class ReplicaCard {
     this.bars = el("div", { class: "bars" });
     this.pools = new Map();
     this.tiers = new Map();
+    this.told = "";
     this.root = el(
       "article",
       { class: "replica", "aria-label": `Replica ${name}` },
@@ -71,15 +72,19 @@ class ReplicaCard {
     );
   }
 
-  show(replica, rates) {
+  // `at` is the Unix time of these figures. Those of a replica that no longer answers stay, and are said to be old.
+  show(replica, rates, at) {
     say(this.state, replica.answers ? replica.state : `${replica.state}, does not answer`);
     this.state.dataset.is = replica.answers ? replica.state : "silent";
-    if (!replica.answers) return;
+    this.root.dataset.old = !replica.answers;
+    if (!replica.answers) {
+      say(this.load, this.pools.size ? `As it was ${this.told}` : "");
+      return;
+    }
     const speed = rates ? `, ${count(Math.round(rates.generated))} tokens/s` : "";
-    say(
-      this.load,
-      `${replica.running} running, ${replica.waiting} waiting, ${plural(replica.sessions, "session")}${speed}`,
-    );
+    const load = `${count(replica.running)} running, ${count(replica.waiting)} waiting`;
+    say(this.load, `${load}, ${plural(replica.sessions, "session")}${speed}`);
+    this.told = `at ${time(at)}: ${load}, ${plural(replica.sessions, "session")}`;
     for (const [pool, pages] of Object.entries(replica.pools)) {
       if (!this.pools.has(pool)) {
         const bar = new PoolBar(pool);
@@ -157,9 +162,12 @@ function alarm(replicas) {
   const leaks = replicas.flatMap((replica) =>
     Object.entries(replica.pools)
       .filter(([, pages]) => pages.leaked !== 0)
-      .map(([pool, pages]) => `${plural(pages.leaked, "page")} of pool ${pool} at replica ${replica.replica}`),
+      .map(([pool, { leaked }]) => {
+        const wrong = leaked > 0 ? "LEAKED" : "DOUBLY ACCOUNTED";
+        return `${wrong}: ${plural(Math.abs(leaked), "page")} of pool ${pool} at replica ${replica.replica}`;
+      }),
   );
   byId("alarm").hidden = !leaks.length;
-  const told = leaks.length ? `LEAKED: ${leaks.join("; ")}. The events say which, and who had them last.` : "";
+  const told = leaks.length ? `${leaks.join("; ")}. The events say which, and who had them last.` : "";
   say(byId("alarm"), told);
 }

@@ -21,10 +21,11 @@ export class Sessions {
   constructor(onChosen) {
     this.onChosen = onChosen;
     this.rows = [];
-    this.total = 0;
+    this.total = null;
     this.lines = new Map();
     this.sort = { key: "idle_s", down: false };
     this.chosen = null;
+    this.section = byId("sessions");
     this.body = byId("rows");
     this.filter = byId("filter");
     this.filter.addEventListener("input", () => this.render());
@@ -53,6 +54,13 @@ export class Sessions {
   choose(row) {
     this.chosen = row === null ? null : keyOf(row);
     this.render();
+  }
+
+  // No session is chosen any more: the focus goes back to the line of the one that was.
+  leave() {
+    const line = this.lines.get(this.chosen);
+    (line ? line.button : this.section).focus({ preventScroll: true });
+    this.choose(null);
   }
 
   // On a narrow page the heads are not seen, and the Tab key does not stop there.
@@ -87,8 +95,16 @@ export class Sessions {
     }
     this.place(rows);
     const fewer = rows.length < this.total ? `${count(rows.length)} of ${count(this.total)}` : count(this.total);
-    say(byId("sessions-count"), fewer);
+    say(byId("sessions-count"), this.total === null ? "" : fewer);
     byId("no-rows").hidden = rows.length > 0;
+    say(byId("no-rows"), this.whyNone());
+  }
+
+  whyNone() {
+    if (this.total === null) return "Nothing is known yet.";
+    if (!this.total) return "There is no session.";
+    const unseen = this.rows.length < this.total;
+    return unseen ? `No session fits, of the ${count(this.rows.length)} that were used last.` : "No session fits.";
   }
 
   order(a, b) {
@@ -98,7 +114,7 @@ export class Sessions {
     return down ? -order : order;
   }
 
-  // Lines are kept and moved, so that the one that has the focus keeps it.
+  // Lines are kept and moved, so that the one that has the focus keeps it. Nothing scrolls for that.
   place(rows) {
     const focused = document.activeElement;
     const there = new Set(rows.map(keyOf));
@@ -117,7 +133,9 @@ export class Sessions {
         this.body.insertBefore(line.root, this.body.children[index] ?? null);
       }
     });
-    if (focused !== document.activeElement && this.body.contains(focused)) focused.focus();
+    if (focused !== document.activeElement) {
+      (this.body.contains(focused) ? focused : this.section).focus({ preventScroll: true });
+    }
   }
 }
 
