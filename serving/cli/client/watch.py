@@ -20,11 +20,6 @@ FAILED = "error"
 CONNECT_TIMEOUT_S = 5.0
 PATIENCE_S = 10.0
 """A stream that sends nothing for this long, plus its interval, counts as broken."""
-NOT_FOUND = 404
-TOO_OLD = (
-    "this server cannot be watched: it is of a version before `kedge top`. `kedge info`, `kedge sessions` and"
-    " `kedge audit` work with it"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +37,6 @@ def watch(client: httpx.Client, interval_s: float) -> Iterator[WatchEvent]:
         with client.stream(
             "GET", WATCH_PATH, params={"interval_s": f"{interval_s:g}"}, timeout=timeout
         ) as response:
-            if response.status_code == NOT_FOUND:
-                raise ServerError(TOO_OLD, NOT_FOUND)
             if response.is_error:
                 response.read()
                 raise refused(response)

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from serving.cli.client.server import ask_kedge, server_at
 from serving.cli.commands.failure import one_line_errors
 from serving.cli.commands.options import DEFAULT_URL, ApiKey, AsJson, Url
+from serving.cli.commands.output import output
 
 AUDIT_PATH = "/v1/kedge/audit"
 ACCOUNTS = ("total", "free", "cached", "protected", "session", "in_flight", "leaked")
@@ -31,7 +31,7 @@ def audit(
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
-        console = Console()
+        console = output()
         console.print(_table(found["replicas"]))
         for line in _complaints(found):
             console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)

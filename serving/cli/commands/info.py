@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from serving.cli.client.server import server_at
 from serving.cli.client.server_facts import ServerFacts, gather_facts, pools_of, state_of
 from serving.cli.commands.failure import one_line_errors
 from serving.cli.commands.options import DEFAULT_URL, ApiKey, AsJson, Url
+from serving.cli.commands.output import output
 from serving.cli.commands.wording import counted, duration, mebibytes, size
 
 TIMEOUT_S = 10.0
@@ -31,7 +31,7 @@ def info(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJson = False
     if as_json:
         typer.echo(json.dumps(facts.document(), indent=2))
         return
-    console = Console(highlight=False)
+    console = output(highlight=False)
     for name, value in _about(facts):
         console.print(f"{name:<{NAME_WIDTH}}{value}", markup=False, soft_wrap=True)
     if facts.replicas:

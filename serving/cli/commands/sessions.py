@@ -35,6 +35,7 @@ from serving.cli.commands.options import (
     Tenant,
     Url,
 )
+from serving.cli.commands.output import output
 from serving.cli.commands.session_history import print_session
 from serving.cli.commands.wording import counted, duration, size
 
@@ -76,7 +77,7 @@ def sessions(
     if as_json:
         typer.echo(json.dumps({"sessions": rows}, indent=2))
         return
-    Console().print(_table(rows) if rows else "no sessions")
+    output().print(_table(rows) if rows else "no sessions")
 
 
 @app.command()

@@ -16,6 +16,7 @@ from serving.cli.client.server import ServerError, server_at
 from serving.cli.client.watch import STATE, watch
 from serving.cli.commands.failure import one_line_errors
 from serving.cli.commands.options import DEFAULT_URL, ApiKey, AsJson, Url
+from serving.cli.commands.output import output
 from serving.cli.top.frame import frame
 from serving.cli.top.picture import Picture
 
@@ -68,7 +69,7 @@ def _print_once(client: httpx.Client, url: str, interval_s: float) -> None:
         picture.take(event)
         if picture.states_seen == STATES_FOR_RATES:
             break
-    Console(highlight=False).print(frame(picture, url))
+    output(highlight=False).print(frame(picture, url))
 
 
 def _show(client: httpx.Client, url: str, interval_s: float) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
-from rich.table import Table
 from rich.text import Text
 
 from serving.cli.commands.wording import counted, duration, size
+from serving.cli.top.fitted_table import Column, FittedTable
 from serving.cli.top.picture import Picture, Rates
 
 
@@ -36,6 +36,11 @@ ACCOUNTS: Mapping[str, Account] = MappingProxyType(
     }
 )
 BAR_WIDTH, LEAST_BAR_WIDTH = 24, 8
+LEAST_NAME_WIDTH = 12
+REPLICA_FIGURES = MappingProxyType(
+    {"used": 0, "run": 0, "wait": 0, "tok/s": 2, "prefill/s": 6, "host": 4, "disk": 5, "sessions": 3}
+)
+"""Figures of a replica; of those above 0 the highest is left out first where a terminal is too narrow."""
 OTHER_LINES = 5
 """Lines of a frame besides the rows of its three tables: the heading, the legend, and empty lines between."""
 MOST_EVENTS = 12
@@ -79,8 +84,8 @@ def _heading(picture: Picture, url: str) -> Text:
         rates = [rate for replica in state["replicas"] if (rate := picture.rates(replica)) is not None]
         said = f"{sum(rate.generated for rate in rates):,.0f}" if rates else "-"
         replicas, sessions = len(state["replicas"]), int(state["sessions"]["total"])
-        text.append(f"  {state['model']} at {url}  {clock}")
-        text.append(f"  {counted(replicas, 'replica')}  {counted(sessions, 'session')}  {said} tok/s")
+        text.append(f"  {state['model']}  {clock}")
+        text.append(f"  {counted(replicas, 'replica')}  {counted(sessions, 'session')}  {said} tok/s  {url}")
     return text
 
 
@@ -91,16 +96,16 @@ def _legend() -> Text:
     return text
 
 
-def _replica_table(rows: Sequence[Sequence[RenderableType]]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("replica", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    table.add_column("KV pages")
-    for name in ("used", "run", "wait", "tok/s", "prefill/s", "host", "disk", "sessions"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
+def _replica_table(rows: Sequence[Sequence[RenderableType]]) -> FittedTable:
+    cells = list(zip(*rows, strict=True)) or [()] * (3 + len(REPLICA_FIGURES))
+    columns = [
+        Column("replica", cells[0]),
+        Column("state", cells[1]),
+        Column("KV pages", cells[2], least=LEAST_BAR_WIDTH),
+    ]
+    for (name, spare), figures in zip(REPLICA_FIGURES.items(), cells[3:], strict=True):
+        columns.append(Column(name, figures, is_figure=True, spare=spare))
+    return FittedTable(columns, 1)
 
 
 def _replica_rows(replica: Mapping[str, Any], rates: Rates | None) -> list[list[RenderableType]]:
@@ -165,32 +170,34 @@ def _tier(accounts: Mapping[str, int] | None) -> str:
     return f"{accounts['used_bytes'] / accounts['budget_bytes']:.0%}"
 
 
-def _session_table(rows: Sequence[Mapping[str, Any]], total: int) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+def _session_table(rows: Sequence[Mapping[str, Any]], total: int) -> FittedTable:
     named = f"{counted(total, 'session')}{', those used last' if total > len(rows) else ''}"
-    table.add_column(
-        Text(named, no_wrap=True, overflow="ellipsis")
-    )  # the only column that a narrow terminal shortens
-    table.add_column("owner", no_wrap=True)
-    for name in ("epoch", "tokens", "KV", "turns", "idle"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = [
+        Column(_cut(named), [_cut(row["session_id"]) for row in rows], least=LEAST_NAME_WIDTH),
+        Column("owner", [str(row["replica_id"] or "-") for row in rows], spare=1),
+        Column("epoch", [f"{row['epoch']}" for row in rows], is_figure=True, spare=4),
+        Column("tokens", [f"{row['tokens']:,}" for row in rows], is_figure=True),
+        Column("KV", [_size_of_kv(row) for row in rows], is_figure=True),
+        Column("turns", [f"{row['turns']}" for row in rows], is_figure=True, spare=3),
+        Column("idle", [_idle(row) for row in rows], is_figure=True),
+    ]
     # Few sessions have a tenant, and older servers do not say which tier has the KV.
-    others = [name for name in ("tier", "tenant") if any(row.get(name) for row in rows)]
-    for name in others:
-        table.add_column(name, no_wrap=True, overflow="ellipsis")
-    for row in rows:
-        idle = Text("in turn", style="green") if row["in_turn"] else Text(duration(float(row["idle_s"])))
-        cells: list[RenderableType] = [
-            Text(str(row["session_id"]), no_wrap=True, overflow="ellipsis"),
-            str(row["replica_id"] or "-"),
-            f"{row['epoch']}",
-            f"{row['tokens']:,}",
-            _size_of_kv(row),
-            f"{row['turns']}",
-            idle,
-        ]
-        table.add_row(*cells, *(Text(str(row.get(name) or "")) for name in others))
-    return table
+    if any(row.get("tier") for row in rows):
+        columns.append(Column("tier", [str(row.get("tier") or "") for row in rows], spare=2))
+    if any(row.get("tenant") for row in rows):
+        columns.append(
+            Column("tenant", [_cut(row.get("tenant") or "") for row in rows], least=LEAST_NAME_WIDTH)
+        )
+    return FittedTable(columns, 2)
+
+
+def _cut(name: str) -> Text:
+    """A name that ends with an ellipsis where its column is narrower."""
+    return Text(str(name), no_wrap=True, overflow="ellipsis")
+
+
+def _idle(row: Mapping[str, Any]) -> Text:
+    return Text("in turn", style="green") if row["in_turn"] else Text(duration(float(row["idle_s"])))
 
 
 def _size_of_kv(row: Mapping[str, Any]) -> str:

@@ -80,6 +80,17 @@ def test_a_generated_id_is_not_broken_at_80_columns():
     assert len(result.output.splitlines()) == 3, result.output
 
 
+def test_into_a_file_a_session_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    """`kedge sessions | grep ID` found nothing: long ids were broken as if for a terminal of 80 columns."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    row = LEDGER[0] | {"session_id": "x" * 200, "tenant": "t" * 200}
+    with running(Stub(ledger=[row])) as stub:
+        result = CliRunner().invoke(app, ["sessions", "--url", stub.url])
+    (line,) = (line for line in result.output.splitlines() if "x" * 200 in line)
+    assert "t" * 200 in line
+    assert "\x1b" not in result.output
+
+
 def test_fork_says_what_its_url_is():
     output = CliRunner().invoke(app, ["sessions", "fork", "--help"], env={"COLUMNS": "160"}).output
     assert "Address of the server; that of `kedge sessions` if left out." in output
