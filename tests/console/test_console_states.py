@@ -217,6 +217,22 @@ def test_who_reads_above_the_end_of_the_talk_stays_there(served: ServedService, 
     assert talk.evaluate("talk => talk.scrollTop") == 0
 
 
+def test_a_long_answer_does_not_hold_the_page_up(served: ServedService, console: Open) -> None:
+    """Each piece laid out the whole answer: one of 4,000 pieces took minutes."""
+    opened = console(served.address).live()
+    pieces = [{"delta": {"content": f"word{number} "}} for number in range(6000)]
+    told = [json.dumps({"choices": [each]}) for each in [*pieces, {"delta": {}, "finish_reason": "stop"}]]
+    body = "".join(f"data: {each}\n\n" for each in [*told, "[DONE]"])
+    opened.page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body)
+    )
+    opened.page.get_by_label("Message").fill("Tell me a long story.")
+    opened.page.get_by_role("button", name="Send").click()
+    expect(opened.page.locator("#chat-said")).to_have_text("The answer is complete.")
+    expect(opened.page.locator("#talk .assistant")).to_contain_text("word0 word1 ")
+    expect(opened.page.locator("#talk .assistant")).to_contain_text("word5999")
+
+
 def test_the_focus_follows_to_a_session_stays_in_it_and_comes_back(
     served: ServedService, console: Open
 ) -> None:

@@ -80,19 +80,30 @@ export class Chat {
     const { session, tenant } = turn;
     const options = { body, session, tenant, signal: this.stopping.signal };
     tell("Waiting for the first token.");
-    for await (const { data } of this.api.events("POST", "v1/chat/completions", options)) {
-      if (data === "[DONE]") break;
-      const chunk = JSON.parse(data);
-      if (chunk.error) throw new Error(chunk.error.message);
-      if (chunk.usage) turn.usage = chunk.usage;
-      const { delta = {}, finish_reason: reason = null } = chunk.choices?.[0] ?? {};
-      turn.finish = reason ?? turn.finish;
-      const piece = (delta.reasoning_content ?? "") + (delta.content ?? "");
-      if (piece) {
-        if (turn.firstS === null) tell("Answering.");
-        turn.firstS ??= turn.passedS();
-        this.follow(() => answer.append(piece));
+    // Each drawing lays out the whole answer: pieces that come between two frames are drawn together.
+    let unseen = "";
+    const draw = () => {
+      this.follow(() => answer.append(unseen));
+      unseen = "";
+    };
+    try {
+      for await (const { data } of this.api.events("POST", "v1/chat/completions", options)) {
+        if (data === "[DONE]") break;
+        const chunk = JSON.parse(data);
+        if (chunk.error) throw new Error(chunk.error.message);
+        if (chunk.usage) turn.usage = chunk.usage;
+        const { delta = {}, finish_reason: reason = null } = chunk.choices?.[0] ?? {};
+        turn.finish = reason ?? turn.finish;
+        const piece = (delta.reasoning_content ?? "") + (delta.content ?? "");
+        if (piece) {
+          if (turn.firstS === null) tell("Answering.");
+          turn.firstS ??= turn.passedS();
+          if (!unseen) requestAnimationFrame(draw);
+          unseen += piece;
+        }
       }
+    } finally {
+      draw();
     }
     if (turn.finish === null) throw new Error("The stream ended before the answer did.");
     turn.endS = turn.passedS();
