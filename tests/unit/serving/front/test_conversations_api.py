@@ -266,7 +266,7 @@ def test_pages_end_though_an_id_is_repeated(order: Any) -> None:
 
 BEGUN: list[dict[str, Any]] = [
     {"input": []},
-    {"tools": [WEATHER], "tool_choice": "required", "text": {"format": {"type": "json_object"}}},
+    {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "get_time"}},
     {"text": {"format": {"type": "json_schema", "name": "s", "schema": {"enum": ["x" * MAX_GRAMMAR_CHARS]}}}},
     {"include": ["message.output_text.logprobs"], "background": True},
 ]
