@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 from collections import Counter
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -27,6 +28,17 @@ def pytest_collection_finish() -> None:
     """What was imported and collected stays until the process ends: no collection of garbage looks through it."""
     gc.collect()
     gc.freeze()
+
+
+COMPUTING = ("parity", "property", "simulation", "unit/cache", "unit/engine")
+"""Folders whose tests only compute."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folders = [Path(__file__).parent / name for name in COMPUTING]
+    for item in items:
+        if any(folder in item.path.parents for folder in folders):
+            item.add_marker(pytest.mark.computes)
 
 
 EXPLAINED_SKIPS = MappingProxyType(
