@@ -16,6 +16,8 @@ from tests.console.browser import Opened, chromium  # noqa: E402 - the path come
 IMAGES = ROOT / "docs" / "images"
 MOST_BYTES = 150 * 1024
 PICTURE = {"width": 1100, "height": 680}
+WHOLE_KV = "KV 192 KiB"
+"""Of the chat's two turns. A heartbeat, at most a second later, tells it."""
 OTHERS = (
     ("support-1041", "acme"),
     ("support-1042", "acme"),
@@ -47,6 +49,7 @@ def take(url: str) -> None:
         opened.say("What is my dog called?")
         page.get_by_role("button", name="rex", exact=True).first.click()
         page.locator("#turns li").first.wait_for()
+        page.get_by_text(WHOLE_KV).wait_for()
         page.set_viewport_size(PICTURE)
         page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
         page.screenshot(path=IMAGES / "console.png")
