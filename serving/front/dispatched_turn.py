@@ -6,14 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from serving.front.refusals import TOO_MANY_LOSSES
 from serving.front.turn_progress import TurnProgress
 from serving.logs.call_facts import CallFacts
 from serving.trace.turn_traces import FrontTrace
-from serving.wire.turns import TurnCall
+from serving.wire.turns import ServiceError, TurnCall
 
 ABORT_TIMEOUT_S = 2.0
 """How long an aborted turn goes on searching for a replica: the turn may have committed, and that replica tells how it
 ended."""
+
+MOST_LOSSES = 3
+"""How many replicas a turn may lose and go on: with more it may be the turn that ends them."""
 
 
 class TurnAborted(Exception):
@@ -34,6 +38,7 @@ class DispatchedTurn:
         self.facts = facts
         self.progress = TurnProgress()
         self.without_adapter: set[str] = set()
+        self._lost: set[str] = set()
         self.aborted = False
         self._search: asyncio.Timeout | None = None
 
@@ -43,6 +48,12 @@ class DispatchedTurn:
         self.aborted = True
         if self._search is not None:
             self._search.reschedule(asyncio.get_running_loop().time() + ABORT_TIMEOUT_S)
+
+    def lose(self, replica_id: str) -> None:
+        """The replica, or its engine, ended while it had the turn. Raises ServiceError if the turn may not go on."""
+        self._lost.add(replica_id)
+        if len(self._lost) > MOST_LOSSES:
+            raise ServiceError(TOO_MANY_LOSSES)
 
     @asynccontextmanager
     async def search(self) -> AsyncIterator[None]:

@@ -29,6 +29,9 @@ from serving.wire.versions import VERSION_MISMATCH
 
 GONE = unavailable("the session's replica is gone and no other could take over in time")
 LOST = unavailable("the replica was lost during the answer", REPLICA_LOST)
+TOO_MANY_LOSSES = ErrorInfo(
+    500, "too_many_losses", "the turn lost one replica after another: it may be what ends them"
+)
 ENGINE_STOPPED = "engine_stopped"
 RETRIED_CODES = frozenset({STALE_EPOCH, SESSION_MOVED, ENGINE_STOPPED})
 LET_GO = frozenset({STALE_EPOCH, SESSION_MOVED, SESSION_NOT_FOUND})

@@ -191,7 +191,7 @@ class ReplicaCalls:
             return link
         status = await self._membership.find(replica_id)
         if status is None or status.address is None:
-            raise ReplicaGone(replica_id, Loss.UNKNOWN)
+            raise ReplicaGone(replica_id, Loss.UNKNOWN, had_call=False)
         link = self._links.get(replica_id)  # another call may have opened it meanwhile
         if link is None:
             # In an empty context: the link outlives the call that happens to open it.

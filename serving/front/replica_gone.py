@@ -18,12 +18,14 @@ class Loss(Enum):
 
 
 class ReplicaGone(Exception):
-    """The replica was not reached, or is no longer reached. Whether anything was delivered is not known here."""
+    """The replica was not reached, or is no longer reached. `had_call`: it may have begun what it was asked; if not,
+    the connection was never open while the call waited."""
 
-    def __init__(self, replica_id: str, loss: Loss = Loss.UNREACHABLE) -> None:
+    def __init__(self, replica_id: str, loss: Loss = Loss.UNREACHABLE, *, had_call: bool = True) -> None:
         super().__init__(replica_id, loss)
         self.replica_id = replica_id
         self.loss = loss
+        self.had_call = had_call
 
 
 class ReplicaLate(ServiceError):

@@ -72,6 +72,8 @@ class ReplicaLink:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
         self._waiting: dict[int, Deliver] = {}
+        self._unreached: set[int] = set()
+        """Those of the calls that wait for which the connection has not been open yet."""
         self._replies: dict[int, list[Answer | TurnEvent]] = {}
         """What has arrived and was not handed out yet, by call, in the order in which the calls' first items arrived.
         """
@@ -117,14 +119,17 @@ class ReplicaLink:
             logger.exception("replica %s: a call cannot be written", self.replica_id)
             raise ServiceError(error_info(error)) from error
         self._waiting[number] = deliver
+        if self.broken:
+            self._unreached.add(number)
         if self._lost is not None:
-            self._loop.call_soon(self._deliver, number, self._lost)
+            self._loop.call_soon(self._give_up, number, self._lost)
         else:
             self._channel.send(request)
         return number
 
     def end(self, number: int, *, answered: bool) -> None:
         """Ends the call: nobody waits for it any more. If it is not `answered`, the replica is told to give it up."""
+        self._unreached.discard(number)
         if self._waiting.pop(number, None) is not None and not answered and self._lost is None:
             self._channel.send(encode_request(Request(number)))
 
@@ -136,7 +141,7 @@ class ReplicaLink:
         self._clock.cancel()
         self._connection.close()
         for number in list(self._waiting):
-            self._deliver(number, gone)
+            self._give_up(number, gone)
         self._on_lost(self)
 
     def connected(self) -> None:
@@ -151,6 +156,7 @@ class ReplicaLink:
 
     def frame_came(self, header: bytes, body: bytes) -> None:
         self._heard_s, self._broken_s = self._loop.time(), None
+        self._unreached.clear()
         try:
             message = self._channel.take(header, body)
             if message is not None:
@@ -183,6 +189,10 @@ class ReplicaLink:
         deliver = self._waiting.get(number)
         if deliver is not None:
             deliver(item)
+
+    def _give_up(self, number: int, gone: ReplicaGone) -> None:
+        had_call = number not in self._unreached
+        self._deliver(number, ReplicaGone(gone.replica_id, gone.loss, had_call=had_call))
 
     def _transmit(self, header: bytes, body: bytes) -> None:
         self._sent_s = self._loop.time()

@@ -27,6 +27,7 @@ from serving.front.ownership_cache import Owner, OwnershipCache
 from serving.front.refusals import (
     ADAPTER_AWAY,
     CLIENTS_FAULTS,
+    ENGINE_STOPPED,
     GONE,
     LET_GO,
     LOG_AWAY,
@@ -40,7 +41,7 @@ from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
 from serving.front.replica_gone import Loss, ReplicaGone, ReplicaLate
 from serving.logs.call_facts import CALL_FACTS, CallFacts
 from serving.trace.turn_traces import UNTRACED, FrontTraces
-from serving.watch.metrics import IngressMetrics
+from serving.watch.metrics import FailoverCause, IngressMetrics
 from serving.wire.calls import Abort, AnyCall
 from serving.wire.controller_calls import ControllerCalls
 from serving.wire.errors import SESSION_MOVED, error_info
@@ -56,7 +57,7 @@ LOG_PAUSE_S = 0.25
 NO_ANSWER = ErrorInfo(500, "internal_error", "the turn ended without an answer")
 BROKEN_OFF = ErrorInfo(500, "internal_error", "the answer broke off")
 MOST_TAKEOVERS = 3
-"""How many losses of a replica in mid-stream a turn survives. Limited because the turn itself may kill its replicas."""
+"""How often another replica may go on with a turn: its session may also move again and again."""
 
 
 class Opening(NamedTuple):
@@ -269,31 +270,22 @@ class TurnDispatcher:
                 else:
                     call = _unbound_if_older(call, turn, owner)
                     replica_id, epoch = owner.replica_id, owner.epoch
-            turn.facts.replica_id, turn.facts.epoch = replica_id, epoch
-            entered = AsyncExitStack()
-            refusal: ErrorInfo | None = None
-            try:
-                entered.enter_context(turn.trace.at(replica_id, epoch))
-                carried = turn.trace.carried(call)
-                stream = await entered.enter_async_context(self._replicas.turn(replica_id, carried, epoch))
-                first = await anext(stream)
-                refusal = first.error
-                if refusal is None:
-                    self._places.note(call, replica_id)
-                    if moved_s is not None:
-                        self._metrics.found_moved(_now_s() - moved_s)
-                    stack.push_async_exit(entered.pop_all())
-                    return Attempt(replica_id, first, stream)
-            except ReplicaGone as gone:
+            answer = await self._ask(turn, call, replica_id, epoch, stack)
+            if isinstance(answer, Attempt):
+                self._places.note(call, replica_id)
+                if moved_s is not None:
+                    self._metrics.found_moved(_now_s() - moved_s)
+                return answer
+            if isinstance(answer, ReplicaGone):
                 refusal = GONE
-                await self._report(gone)
+                await self._report(answer)
+                if answer.had_call:
+                    turn.lose(answer.replica_id)
                 failed, call = True, _for_living_session(call, owner)
-            except StopAsyncIteration:
-                raise ServiceError(NO_ANSWER) from None
-            finally:
-                if refusal is not None:
-                    turn.trace.ended_there(refusal.code)
-                await entered.aclose()
+            else:
+                refusal = answer
+                if refusal.code == ENGINE_STOPPED:
+                    turn.lose(replica_id)
             if refusal.code in LOG_AWAY:
                 await self._pause(deadline_s, refusal)
                 continue
@@ -313,6 +305,28 @@ class TurnDispatcher:
             self._metrics.failed_over(failover_cause(refusal))
             turn.trace.failed_over(refusal.code)
             await self._pause(deadline_s, refusal)
+
+    async def _ask(
+        self, turn: DispatchedTurn, call: TurnCall, replica_id: str, epoch: int | None, stack: AsyncExitStack
+    ) -> Attempt | ErrorInfo | ReplicaGone:
+        """An attempt at one replica, whose stream `stack` then holds, or why there is none. Raises ServiceError."""
+        turn.facts.replica_id, turn.facts.epoch = replica_id, epoch
+        async with AsyncExitStack() as entered:
+            entered.enter_context(turn.trace.at(replica_id, epoch))
+            carried = turn.trace.carried(call)
+            try:
+                stream = await entered.enter_async_context(self._replicas.turn(replica_id, carried, epoch))
+                first = await anext(stream)
+            except ReplicaGone as gone:
+                turn.trace.ended_there(GONE.code)
+                return gone
+            except StopAsyncIteration:
+                raise ServiceError(NO_ANSWER) from None
+            if first.error is not None:
+                turn.trace.ended_there(first.error.code)
+                return first.error
+            stack.push_async_exit(entered.pop_all())
+            return Attempt(replica_id, first, stream)
 
     def _goes_elsewhere(
         self, turn: DispatchedTurn, call: TurnCall, replica_id: str, refusal: ErrorInfo
@@ -379,6 +393,8 @@ class TurnDispatcher:
             turn.trace.ended_there(failure.code)
             await stack.aclose()
             try:
+                if failover_cause(failure) is FailoverCause.LOST:
+                    turn.lose(attempt.replica_id)
                 if failure is BROKEN_OFF or not takeovers_left:
                     raise ServiceError(failure)
                 self._metrics.failed_over(failover_cause(failure))

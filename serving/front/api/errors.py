@@ -20,6 +20,7 @@ from starlette.websockets import WebSocket
 
 from serving.front.api.documented_replies import ErrorShape, error_shape
 from serving.front.api.strict_json import InvalidBody
+from serving.front.refusals import TOO_MANY_LOSSES
 from serving.logs.access_log import path_in
 from serving.settings.strict_settings import NAME_PATTERN
 from serving.wire.errors import error_info
@@ -33,10 +34,11 @@ NO_RETRY_HELPS = frozenset(
     (
         *("history_differs", "ambiguous_history", "turn_differs", "session_is_tree", "model_changed"),
         *("idempotency_conflict", "settings_refused"),
+        TOO_MANY_LOSSES.code,  # each try would cost four more replicas
     )
 )
-"""Codes of conflicts that stay however often the same request is sent. SDKs send each request with a 409 again unless a
-header says not to."""
+"""Codes of refusals that stay however often the same request is sent. SDKs send a request with a 409 or a 5xx again
+unless a header says not to."""
 SHOULD_RETRY = "x-should-retry"
 
 _TOO_MANY = HTTPStatus.TOO_MANY_REQUESTS

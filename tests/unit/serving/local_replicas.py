@@ -38,9 +38,9 @@ class LocalReplicas(ReplicaCalls):
         if replica_id == ANY_REPLICA:
             replica_id = next(iter(self.living()), replica_id)
         if replica_id in self.dead:
-            raise ReplicaGone(replica_id, Loss.DIED)
+            raise ReplicaGone(replica_id, Loss.DIED, had_call=False)
         if replica_id not in self.rigs:
-            raise ReplicaGone(replica_id, Loss.UNKNOWN)
+            raise ReplicaGone(replica_id, Loss.UNKNOWN, had_call=False)
         return self.rigs[replica_id]
 
     @asynccontextmanager

@@ -267,6 +267,22 @@ async def test_a_replica_that_ends_during_a_turn_is_lost(answers: Answers, node:
         assert rig.broken == 1
 
 
+async def test_a_call_to_a_replica_that_has_ended_never_reached_it(answers: Answers) -> None:
+    answers.held.clear()
+    async with (
+        running_link(answers.serve, times=SHORT) as rig,
+        rig.calls.turn("r", turn("1"), None) as events,
+    ):
+        await anext(events)
+        await rig.sockets.close()
+        await until(lambda: rig.calls._links["r"].broken)
+        async with rig.calls.turn("r", turn("2"), None) as late:
+            for told, had_call in ((late, False), (events, True)):
+                with pytest.raises(ReplicaGone) as caught:
+                    await rest_of(told)
+                assert caught.value.had_call is had_call
+
+
 async def test_a_silent_replica_is_lost(answers: Answers) -> None:
     answers.held.clear()
     async with running_link(answers.serve, times=SHORT) as rig, rig.calls.turn("r", turn(), None) as events:

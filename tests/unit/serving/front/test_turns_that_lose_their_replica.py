@@ -17,7 +17,13 @@ from msgspec.structs import replace
 
 from controllers.errors import NoReplica, StaleEpoch
 from controllers.tokens import unpack_tokens
-from engine.api import EngineOverloaded, GenerateRequest, LogprobParams, RequestTooLarge, SamplingParams
+from engine.api import (
+    EngineOverloaded,
+    GenerateRequest,
+    LogprobParams,
+    RequestTooLarge,
+    SamplingParams,
+)
 from engine.batch import ModelOutput, ScheduledBatch
 from engine.settings import SpeculationSettings
 from serving.front import turn_dispatch
@@ -165,23 +171,6 @@ async def test_a_retry_of_a_turn_that_went_on_is_answered_whole(served: Failover
     assert len(again.logprobs) == len(again.token_ids) == LENGTH
     assert len(again.input_logprobs) == 3
     assert served.committed("s") == (1, 3 + LENGTH)
-
-
-async def test_a_turn_goes_on_as_often_as_replicas_are_lost(tmp_path: Path) -> None:
-    async with running_failover(tmp_path, 5) as served:
-        served.open_session("s")
-        served.replicas.losses = dict.fromkeys("abcde", behind(4))
-        asked = [turn_of("s"), turn_of("s")]
-        lost = await served.turn(asked[0])
-        assert code_of(lost) == "replica_lost", "it may be what kills them"
-        assert len(served.replicas.dead) == 4
-        whole = WHOLE
-        assert 4 <= len(lost.token_ids) < LENGTH
-        assert list(lost.token_ids) == whole[: len(lost.token_ids)]
-        served.replicas.losses.clear()
-        assert list((await served.turn(asked[1])).token_ids) == whole
-        assert served.committed("s") == (1, 3 + LENGTH)
-        await served.settled()
 
 
 async def test_a_replica_that_only_seemed_lost_cannot_commit(served: Failover) -> None:
