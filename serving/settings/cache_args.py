@@ -76,7 +76,8 @@ class CacheArgs(StrictModel):
     books: Annotated[BooksCheck, BeforeValidator(yaml_off)] = Field(
         default="balance",
         description="""What is checked after every step: `off` nothing; `balance` that the page
-        counters add up; `strict` every page, which is slow and meant for debugging.""",
+        counters add up; `strict` every page, which is slow and meant for debugging. [What
+        follows](design/kv-books.md#audit) if they do not.""",
     )
 
     @field_validator("size_mib")

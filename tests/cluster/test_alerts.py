@@ -131,10 +131,14 @@ def test_a_leak_pages_and_the_audit_names_page_session_and_operation(
         sessions = idle_sessions(client, 4)
         leaky, other = sorted(cluster.replicas())
         leak = plant(cluster, "leak_page", replica_id=leaky)
+        with clients(cluster, 3, short_stream, 0.2) as told:
+            fired = prometheus.fires(
+                "KedgeLeakedPages", severity="page", replica=leaky, pool="full", **LABELS
+            )
+            assert fired["value"] == "1e+00"
+        assert set(told) == {200}, "it costs memory, and no turn"
         twice = plant(cluster, "double_count", replica_id=other)
         lost = plant(cluster, "lose_session", replica_id=other)
-        fired = prometheus.fires("KedgeLeakedPages", severity="page", replica=leaky, pool="full", **LABELS)
-        assert fired["value"] == "1e+00"
         prometheus.fires("KedgeLeakedPages", replica=other, **LABELS)
         audit = client.get("/v1/kedge/audit").json()
         found = {each["replica_id"]: each["findings"] for each in audit["replicas"]}

@@ -18,13 +18,13 @@ NUM_PAGES = 300
 
 
 def watched(document: dict[str, Any]) -> None:
-    """Faults may be planted. The books are not checked after each step, so that replicas survive a leak."""
+    """Faults may be planted."""
     application = document["applications"][0]
     application["import_path"] = "null_app:build"
     args = application["args"]
     args["debug"] = {"faults": True}
     args["metrics"] = {"cluster_name": "tested", "audit_interval_s": 2.0}
-    args["cache"].update(books="off", num_pages=NUM_PAGES, host_mib=0)
+    args["cache"].update(num_pages=NUM_PAGES, host_mib=0)
     args["cache"].pop("size_mib", None)
 
 

@@ -1,4 +1,5 @@
-"""A fault in the books stops the engine within one step and is named. Every request is answered."""
+"""A page with two accounts stops the engine within one step and is named. A page with none is named, and costs no
+turn. Every request is answered."""
 
 from __future__ import annotations
 
@@ -15,7 +16,6 @@ from tests.unit.engine.engine_rig import WAIT_S, Rig
 from tests.unit.engine.null_runner import null_generate
 
 FOUND: list[tuple[FaultKind, BooksCheck]] = [
-    ("leak", "balance"),
     ("leak", "strict"),
     ("double free", "balance"),
     ("double free", "strict"),
@@ -57,6 +57,23 @@ def test_a_fault_stops_the_engine_at_the_next_step_and_is_named(kind: FaultKind,
     assert not rig.engine.alive
     with pytest.raises(EngineStopped):
         rig.engine.submit(request("late", [1]))
+
+
+def test_a_leak_costs_no_turn_and_is_told_while_requests_run(caplog: pytest.LogCaptureFixture) -> None:
+    """It used to stop the engine before the metrics said anything: every request failed for a page that nobody can
+    read, and the alert never fired."""
+    rig = talked("balance")
+    rig.hold()
+    rig.submit(request("running", [1, 2], 200))
+    rig.wait_held()
+    page = rig.engine._call(lambda: plant(rig.engine._cache, "leak", "s"))
+    rig.go_on()
+    (outcome,) = rig.wait("running")
+    assert outcome.token_ids == null_generate([1, 2], 200, VOCAB)
+    rig.wait_for(lambda: rig.engine.stats().pages.leaked == 1)
+    (told,) = [message for message in caplog.messages if "do not balance" in message]
+    assert f"page {page.result(WAIT_S)} of pool full is leaked; last allocated by session s" in told
+    rig.engine.stop(WAIT_S)
 
 
 def test_balance_goes_on_over_a_double_count_and_the_audit_names_it() -> None:

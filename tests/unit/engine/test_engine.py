@@ -312,7 +312,7 @@ def test_broken_books_stop_the_engine_and_are_named() -> None:
     rig.submit(request("next", [1, 2], 5))
     error = error_of(rig, "next")
     assert isinstance(error, EngineStopped)
-    assert "pages of pool full leaked" in error.message
+    assert "of pool full is leaked" in error.message
 
 
 def test_a_sink_that_fails_once_still_gets_every_answer() -> None:
