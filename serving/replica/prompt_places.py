@@ -71,13 +71,17 @@ class PromptPlacer:
             return PlacedPrompt(0, _kept(self._text.encode_prompt(prompt), call.keep_last))
         if not isinstance(prompt, ChatPrompt) or not prompt.said:
             return self._appended(prompt, turn)
-        whole = _is_whole(call, prompt, turn)
         if turn.history_len == 0:
             new_tokens = self._text.encode_prompt(prompt)
             opening_len = self._text.opening_len(prompt, new_tokens[-_MOST_OPENING:])
             place = _checkpoint(prompt, len(new_tokens))
+            whole = _sends_whole(
+                call, turn
+            )  # that the first messages contain an answer says nothing of the next ones
             return PlacedPrompt(0, new_tokens, place, whole, num_kept=0, opening_len=opening_len)
-        return self._gone_on_with(prompt, turn) if whole else self._looked_at(prompt, turn)
+        if _is_whole(call, prompt, turn):
+            return self._gone_on_with(prompt, turn)
+        return self._looked_at(prompt, turn)
 
     def unknown_part(self, call: TurnCall, turn: Turn | None) -> ChatPrompt | None:
         """The prompt that `place_behind` renders: it leaves out messages that are known to be in the history. None if
@@ -165,8 +169,9 @@ class PromptPlacer:
 
     def _looked_at(self, prompt: ChatPrompt, turn: Turn) -> PlacedPrompt:
         """Places messages of which none is an answer. They are new messages; a system message that the history begins
-        with is left out. Raises AmbiguousHistory if the history begins with all of them."""
-        if self._text.begins(turn.history, prompt):
+        with is left out. Raises AmbiguousHistory if the history begins with all of them and no second turn has shown
+        yet that the client sends new messages only."""
+        if turn.turn_index <= 1 and self._text.begins(turn.history, prompt):
             raise AmbiguousHistory(
                 f"messages: {named(turn.session_id)} began with just these. Send x-session-mode: append to say them "
                 "again, or full to have them answered anew.",
@@ -182,9 +187,12 @@ class PromptPlacer:
 
 def _is_whole(call: TurnCall, prompt: ChatPrompt, turn: Turn) -> bool:
     """Whether the messages are all of the conversation."""
-    if turn.whole or call.session is None or call.session.mode == "full":
-        return True
-    return any(message["role"] == ASSISTANT for message in prompt.messages)
+    return _sends_whole(call, turn) or any(message["role"] == ASSISTANT for message in prompt.messages)
+
+
+def _sends_whole(call: TurnCall, turn: Turn) -> bool:
+    """Whether the client is known to send all of the conversation each time."""
+    return turn.whole or call.session is None or call.session.mode == "full"
 
 
 def _kept(token_ids: list[int], keep_last: int | None) -> list[int]:

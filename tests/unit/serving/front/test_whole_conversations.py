@@ -243,6 +243,28 @@ async def test_a_first_message_that_is_sent_again_is_ambiguous(tmp_path: Path) -
         assert appended.json()["usage"]["prompt_tokens"] > len(tokens_of([*first, answer(reply)]))
 
 
+async def test_a_first_message_is_a_new_one_later_if_others_were_added(tmp_path: Path) -> None:
+    """Its client sends new messages only, which the second turn has shown. It used to be refused as ambiguous."""
+    async with local_client(tmp_path) as (client, _):
+        lengths = []
+        for content in ("one", "one more", "one"):
+            reply = await sent(client, [user(content)], "s")
+            assert reply.status_code == 200
+            lengths.append(reply.json()["usage"]["prompt_tokens"])
+        assert lengths[2] > lengths[1] + lengths[0]
+
+
+async def test_a_session_that_begins_with_an_example_takes_new_messages(tmp_path: Path) -> None:
+    """Its client used to be taken for one that sends whole histories: the next turn was refused, 409."""
+    async with local_client(tmp_path) as (client, _):
+        messages = [user("an example"), {"role": "assistant", "content": "its answer"}, user("one")]
+        messages += [answer(await ask(client, messages, "s")), user("two")]
+        appended = await sent(client, messages[-1:], "s")
+        assert appended.status_code == 200
+        assert appended.json()["usage"]["prompt_tokens"] > len(tokens_of(messages[:3])) + MOST
+        await ask(client, [*messages, answer(appended.json()), user("three")], "s")
+
+
 async def test_a_client_that_sent_whole_histories_goes_on_so(tmp_path: Path) -> None:
     async with local_client(tmp_path) as (client, _):
         first = [user("one")]
