@@ -31,6 +31,7 @@ WORDS = {
     *("ClusterController", "Ingress", "LLMReplica", "num_replicas", "state", "pid", "death_cause"),
     *(
         "no_replica",
+        "too_many_losses",
         "doubly accounted",
         "missing",
         "stale",
