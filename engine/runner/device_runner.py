@@ -29,7 +29,7 @@ from engine.runner.graphs import Graphs
 from engine.runner.penalties import PenaltyTable
 from engine.runner.protocol import Done, Launch, RunnerLost
 from engine.runner.sample_table import RowPicker
-from engine.runner.sampler import Scores, allowed_rows, edit_logits
+from engine.runner.sampler import Scores, add_bias, allowed_rows
 from engine.runner.step_buffers import StepBuffers, StepShape, StepTensors
 from engine.runner.torch_runner import TorchRunner
 from engine.runner.verify import agreed, masks_of
@@ -276,15 +276,12 @@ class DeviceRunner:
         raw_RV = self._logits(padded)
         masks = masks_of(batch.items)
         edited_RV = allowed_rows(raw_RV, masks).to(torch.float32, copy=not masks)
-        row = 0
-        for item in batch.items:
-            spec = item.sample
-            for _ in range(1 + item.num_drafts) if spec is not None else ():
-                assert spec is not None
-                if spec.params.edits_logits:
-                    penalties = self._penalties.of(spec, edited_RV[row])
-                    edited_RV[row] = edit_logits(edited_RV[row], spec.params, penalties)
-                row += 1
+        by_row = [
+            item.sample for item in batch.items for _ in range(1 + item.num_drafts) if item.sample is not None
+        ]
+        self._penalties.apply(edited_RV, dict(enumerate(by_row)))
+        for row, spec in enumerate(by_row):
+            add_bias(edited_RV[row], spec.params)
         self._choose(edited_RV, padded)
         if not scored:
             return None

@@ -1,12 +1,12 @@
 """Penalties for tokens that a sequence already has. They are kept up to date, so that a step adds only what is new.
 
-Legend: V vocabulary, as wide as the logits.
+Legend: V vocabulary, as wide as the logits, R rows of a step, M rows of these that have penalties.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,13 +28,13 @@ class Penalties:
         self._counts: Counter[int] = Counter()
         self._num_added = 0
         self._device = prompt.device
-        self._factor_V: Tensor | None = None
-        self._off_V: Tensor | None = None
+        self.factor_V: Tensor | None = None
+        self.off_V: Tensor | None = None
         if params.repetition_penalty != 1.0:
-            self._factor_V = torch.ones(vocab_size, device=self._device)
-            self._factor_V.index_fill_(0, prompt, params.repetition_penalty)
+            self.factor_V = torch.ones(vocab_size, device=self._device)
+            self.factor_V.index_fill_(0, prompt, params.repetition_penalty)
         if params.frequency_penalty or params.presence_penalty:
-            self._off_V = torch.zeros(vocab_size, device=self._device)
+            self.off_V = torch.zeros(vocab_size, device=self._device)
 
     @property
     def num_added(self) -> int:
@@ -43,28 +43,26 @@ class Penalties:
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Adds the next tokens of the output. Costs their number."""
-        if not token_ids:
-            return
+        add_to_all([(self, token_ids)], self._device)
+
+    def count(self, token_ids: Sequence[int]) -> list[float]:
+        """Counts the next tokens of the output. Returns what is subtracted for each from now on."""
         self._num_added += len(token_ids)
         self._counts.update(token_ids)
-        ids = send(token_ids, torch.int64, self._device)
-        if self._factor_V is not None:
-            self._factor_V.index_fill_(0, ids, self._params.repetition_penalty)
-        if self._off_V is not None:
-            per_token, once = self._params.frequency_penalty, self._params.presence_penalty
-            off = [per_token * self._counts[token_id] + once for token_id in token_ids]
-            self._off_V.index_copy_(0, ids, send(off, torch.float32, self._device))
+        per_token, once = self._params.frequency_penalty, self._params.presence_penalty
+        return [per_token * self._counts[token_id] + once for token_id in token_ids]
+
+    def write(self, ids_N: Tensor, off_N: Tensor) -> None:
+        """Writes down the tokens that were counted, and what `count` returned for them."""
+        if self.factor_V is not None:
+            self.factor_V.index_fill_(0, ids_N, self._params.repetition_penalty)
+        if self.off_V is not None:
+            self.off_V.index_copy_(0, ids_N, off_N)
 
     def apply(self, logits_V: Tensor) -> Tensor:
         """A copy of the logits (float32) with the penalties. Costs a pass over the vocabulary, however many tokens
         there are."""
-        edited_V = logits_V.clone()
-        if self._factor_V is not None:
-            # Each half is zero where the other is not; clamps keep NaN.
-            edited_V.clamp_(min=0).div_(self._factor_V).add_(logits_V.clamp(max=0).mul_(self._factor_V))
-        if self._off_V is not None:
-            edited_V.sub_(self._off_V)
-        return edited_V
+        return _edited(logits_V, self.factor_V, self.off_V)
 
     def copy(self) -> Penalties:
         """A copy to add tokens to that may be dropped."""
@@ -73,8 +71,8 @@ class Penalties:
         other._counts = self._counts.copy()
         other._num_added = self._num_added
         other._device = self._device
-        other._factor_V = None if self._factor_V is None else self._factor_V.clone()
-        other._off_V = None if self._off_V is None else self._off_V.clone()
+        other.factor_V = None if self.factor_V is None else self.factor_V.clone()
+        other.off_V = None if self.off_V is None else self.off_V.clone()
         return other
 
 
@@ -86,12 +84,67 @@ class PenaltyTable:
 
     def of(self, spec: SampleSpec, logits_V: Tensor) -> Penalties | None:
         """The penalties for picks from such logits, after the tokens seen so far; None if there are none."""
-        seen = spec.seen
-        if seen is None:
+        if spec.seen is None:
             return None
-        known = self._by_run.get(seen)
-        if known is None:
-            prompt = send(seen.prompt, torch.int64, logits_V.device)
-            known = self._by_run[seen] = Penalties(spec.params, prompt, len(logits_V))
-        known.add(seen.output[known.num_added :])
+        (known,) = self._up_to_date([spec], logits_V)
         return known
+
+    def apply(self, logits_RV: Tensor, specs: Mapping[int, SampleSpec]) -> None:
+        """Edits some rows of the logits (float32) in place, as `Penalties.apply` would each of them, but with a few
+        operations for all."""
+        specs = {row: spec for row, spec in specs.items() if spec.seen is not None}
+        if not specs:
+            return
+        known = self._up_to_date([*specs.values()], logits_RV[0])
+        rows_M = send([*specs], torch.int64, logits_RV.device)
+        one_V, none_V = logits_RV.new_ones(logits_RV.shape[1]), logits_RV.new_zeros(logits_RV.shape[1])
+        factor_MV = _stacked([each.factor_V for each in known], one_V)
+        off_MV = _stacked([each.off_V for each in known], none_V)
+        logits_RV.index_copy_(0, rows_M, _edited(logits_RV[rows_M], factor_MV, off_MV))
+
+    def _up_to_date(self, specs: Sequence[SampleSpec], logits_V: Tensor) -> list[Penalties]:
+        """The penalties of each spec, all of which have seen tokens."""
+        known: list[Penalties] = []
+        news: list[tuple[Penalties, Sequence[int]]] = []
+        for spec in specs:
+            assert spec.seen is not None
+            each = self._by_run.get(spec.seen)
+            if each is None:
+                prompt = send(spec.seen.prompt, torch.int64, logits_V.device)
+                each = self._by_run[spec.seen] = Penalties(spec.params, prompt, len(logits_V))
+            known.append(each)
+            news.append((each, spec.seen.output[each.num_added :]))
+        add_to_all(news, logits_V.device)
+        return known
+
+
+def add_to_all(news: Iterable[tuple[Penalties, Sequence[int]]], device: torch.device) -> None:
+    """Adds to each its next tokens. They go to the device together."""
+    news = [(penalties, token_ids) for penalties, token_ids in news if token_ids]
+    if not news:
+        return
+    ids = [token_id for _, token_ids in news for token_id in token_ids]
+    off = [amount for penalties, token_ids in news for amount in penalties.count(token_ids)]
+    lens = [len(token_ids) for _, token_ids in news]
+    ids_of = torch.split(send(ids, torch.int64, device), lens)
+    off_of = torch.split(send(off, torch.float32, device), lens)
+    for (penalties, _), ids_N, off_N in zip(news, ids_of, off_of, strict=True):
+        penalties.write(ids_N, off_N)
+
+
+def _stacked(rows: Sequence[Tensor | None], absent_V: Tensor) -> Tensor | None:
+    """The rows as one tensor [M, V]; None if all of them are absent."""
+    if all(row_V is None for row_V in rows):
+        return None
+    return torch.stack([absent_V if row_V is None else row_V for row_V in rows])
+
+
+def _edited(logits: Tensor, factor: Tensor | None, off: Tensor | None) -> Tensor:
+    """A copy of logits with factors and amounts of the same shape."""
+    edited = logits.clone()
+    if factor is not None:
+        # Each half is zero where the other is not; clamps keep NaN.
+        edited.clamp_(min=0).div_(factor).add_(logits.clamp(max=0).mul_(factor))
+    if off is not None:
+        edited.sub_(off)
+    return edited

@@ -148,10 +148,15 @@ def inverse_cdf(probs_C: Tensor, point: float) -> int:
 def edit_logits(logits_V: Tensor, params: SamplingParams, penalties: Penalties | None) -> Tensor:
     """A copy with repetition, frequency and presence penalties and the bias applied, in this order."""
     edited_V = logits_V.clone() if penalties is None else penalties.apply(logits_V)
+    add_bias(edited_V, params)
+    return edited_V
+
+
+def add_bias(logits_V: Tensor, params: SamplingParams) -> None:
+    """Adds the bias in place."""
     if params.logit_bias:
         ids = send([*params.logit_bias.keys()], torch.int64, logits_V.device)
-        edited_V[ids] += send([*params.logit_bias.values()], torch.float32, logits_V.device)
-    return edited_V
+        logits_V[ids] += send([*params.logit_bias.values()], torch.float32, logits_V.device)
 
 
 def candidates(logits_V: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor | None]:
