@@ -13,24 +13,13 @@ from dataclasses import replace
 
 from controllers.deadlines import Deadlines
 from controllers.errors import (
-    InvalidFork,
     SessionNotFound,
     StaleEpoch,
     TurnDiffers,
     TurnInFlight,
     TurnNotInFlight,
 )
-from controllers.held_session import (
-    HeldSession,
-    capacity_error,
-    check_free,
-    check_line,
-    forget_cut_answers,
-    kept_len,
-    replay,
-    room_tokens_behind,
-    tools_error,
-)
+from controllers.held_session import HeldSession
 from controllers.history_chain import ChainMaker, HistoryChain
 from controllers.records import (
     COUNTED_KEY,
@@ -42,12 +31,10 @@ from controllers.records import (
 from controllers.retention import idle_timeout_s
 from controllers.served_model import ServedModel
 from controllers.session_keys import named
-from controllers.session_log.kept_answers import kept_of, outdated
+from controllers.session_log.log_rules import check_fork
 from controllers.tokens import encode_tokens, unpack_tokens
 from controllers.turns import Fork, Replay, Turn
 
-MOST_CHECKPOINTS = 1024
-"""The most checkpoints of one session. A conversation that goes back further is recognized by its tokens."""
 TRIED_AGAIN_WITHIN_S = 60.0
 """A retry comes within this time. OpenAI's SDKs wait for at most 8 s, or as long as `retry-after` says, up to a
 minute."""
@@ -138,21 +125,19 @@ class SessionController:
         `make_chain` raises for the adapter (AdapterNotLoaded). After an error nothing is changed.
         """
         session = self._at_epoch(session_id, epoch)
-        if idempotency_key is not None and idempotency_key in session.results:
-            return replay(session.results[idempotency_key], digest)
-        check_free(session_id, session, idempotency_key)
-        check_line(session_id, session)
+        if idempotency_key is not None and (replay := session.replay(idempotency_key, digest)) is not None:
+            return replay
+        session.check_free(idempotency_key)
+        session.check_line()
         if expected_turn not in (None, session.turns):
             raise TurnDiffers(
                 f"x-session-turn: the next turn of {named(session_id)} is {session.turns}, not {expected_turn}"
             )
-        committed_len = len(session.chain)
-        history_len = kept_len(committed_len, rewind_to)
-        if history_len and tools not in (None, session.tools):
-            raise tools_error(session_id, session.tools)
-        room_tokens = room_tokens_behind(session, history_len)
-        if room_tokens is not None and room_tokens < 1 and not cuttable:
-            raise capacity_error(session_id, session.capacity_tokens, history_len + 1)
+        history_len = session.kept_len(rewind_to)
+        if history_len:
+            session.check_tools(tools)
+        if not cuttable:
+            session.check_capacity(history_len + 1)
         self._chain_for(session, adapter)
         session.turn = Turn(
             session_id=session_id,
@@ -161,7 +146,7 @@ class SessionController:
             history=session.chain.tokens,
             history_len=history_len,
             chain=session.chain,
-            room_tokens=room_tokens,
+            room_tokens=session.room_tokens(history_len),
             idempotency_key=idempotency_key,
             digest=digest,
             tools=tools,
@@ -177,7 +162,7 @@ class SessionController:
         Raises TurnNotInFlight."""
         session = self._in_flight(turn)
         assert 0 <= length <= turn.history_len
-        session.turn = replace(turn, history_len=length, room_tokens=room_tokens_behind(session, length))
+        session.turn = replace(turn, history_len=length, room_tokens=session.room_tokens(length))
         return session.turn
 
     def tried_key(
@@ -212,11 +197,10 @@ class SessionController:
         changed.
         """
         session = self._at_epoch(session_id, epoch)
-        check_free(session_id, session)
+        session.check_free()
         committed_len = len(session.chain)
         history_len = committed_len if length is None else length
-        if not 0 <= history_len <= committed_len:
-            raise InvalidFork(f"cannot fork at {history_len}: committed history has {committed_len} tokens")
+        check_fork(committed_len, history_len)
         session.turn = fork = Fork(session_id, session.chain.tokens, history_len, session.chain)
         self._changed.add(session_id)
         return fork
@@ -234,7 +218,7 @@ class SessionController:
             places = tuple(each for each in parent.checkpoints if each.length <= fork.history_len)
             record = replace(child, tools=parent.tools, checkpoints=places, whole=parent.whole)
             self._hold(record, fork.chain.prefix(fork.history_len), parent.adapter)
-        self._end_turn(fork.session_id, parent)
+        self._end_turn(parent)
 
     def abort_fork(self, fork: Fork) -> None:
         """Ends the fork without a trace: it was no use of the session. Raises TurnNotInFlight."""
@@ -259,9 +243,7 @@ class SessionController:
         Raises TurnNotInFlight if the turn has ended, and CapacityExceeded if it is too long to be committed.
         """
         session = self._in_flight(turn)
-        end_len = turn.history_len + len(new_tokens) + len(output_tokens)
-        if session.capacity_tokens is not None and end_len > session.capacity_tokens:
-            raise capacity_error(turn.session_id, session.capacity_tokens, end_len)
+        session.check_capacity(turn.history_len + len(new_tokens) + len(output_tokens))
         if checkpoint is not None:
             checkpoint = replace(checkpoint, template=self._template)
         return TurnRecord(
@@ -290,33 +272,14 @@ class SessionController:
         session = self._in_flight(turn)
         assert (record.session_id, record.epoch) == (turn.session_id, turn.epoch)
         assert (record.turn_index, record.start_len) == (turn.turn_index, turn.history_len)
-        if record.start_len < len(session.chain):
-            forget_cut_answers(session, record.start_len)
-        session.chain.cut(record.start_len)
-        session.chain.extend(unpack_tokens(record.tokens))
-        if record.start_len == 0:
-            session.tools = record.tools
-        while session.checkpoints and session.checkpoints[-1].length > record.start_len:
-            session.checkpoints.pop()
-        if record.checkpoint is not None:
-            session.checkpoints.append(record.checkpoint)
-            del session.checkpoints[:-MOST_CHECKPOINTS]
-        session.whole = session.whole or record.whole
-        session.turns += 1
-        session.undone = session.awaited = None
-        session.committed_s = self._clock()
-        if record.idempotency_key is not None:
-            session.results[record.idempotency_key] = kept_of(record)
-            keys = list(session.results)
-            for place in outdated(keys):
-                del session.results[keys[place]]
-        self._end_turn(turn.session_id, session)
+        session.commit(record, self._clock())
+        self._end_turn(session)
 
     def abort_turn(self, turn: Turn) -> None:
         """Ends the turn without a trace. Raises TurnNotInFlight."""
         session = self._in_flight(turn)
         session.undone = turn.digest
-        self._end_turn(turn.session_id, session)
+        self._end_turn(session)
 
     def close(self, session_id: str) -> str | None:
         """Closes the session to new turns. Returns None if it waits for no turn: `drop` it now.
@@ -334,7 +297,7 @@ class SessionController:
     def is_closed(self, session_id: str) -> bool:
         """True if the session is closing and waits for no turn: `drop` it."""
         session = self._sessions.get(session_id)
-        return session is not None and session.closing and session.turn is None and not session.awaited
+        return session is not None and session.is_closed
 
     def expired(self) -> list[str]:
         """The expired sessions. Besides these it looks only at sessions that were used since the last look."""
@@ -418,6 +381,7 @@ class SessionController:
 
     def _hold(self, record: SessionRecord, chain: HistoryChain, adapter: str = "") -> None:
         self._sessions[record.session_id] = HeldSession(
+            session_id=record.session_id,
             epoch=record.epoch,
             tenant=record.tenant,
             adapter=adapter,
@@ -449,7 +413,7 @@ class SessionController:
         session = self._sessions.get(session_id)
         if session is None:
             return None
-        if self.is_closed(session_id):
+        if session.is_closed:
             return -math.inf
         idle_since_s = session.idle_since_s if session.turn is None else self._clock()
         return idle_since_s + idle_timeout_s(session.timeout_s, closing=session.closing)
@@ -460,9 +424,9 @@ class SessionController:
             raise TurnNotInFlight(f"the turn or fork of {named(turn.session_id)} has ended")
         return session
 
-    def _end_turn(self, session_id: str, session: HeldSession) -> None:
+    def _end_turn(self, session: HeldSession) -> None:
         session.turn = None
         session.idle_since_s = self._clock()
-        self._changed.add(session_id)
+        self._changed.add(session.session_id)
         if session.closing:
-            self._watch(session_id)
+            self._watch(session.session_id)

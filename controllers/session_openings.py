@@ -87,7 +87,7 @@ class SessionOpenings:
 
     def copy_for_fork(self, parent: LedgerEntry, length: int) -> ForkedHistory:
         """The parent's first `length` tokens for the log of another shard. Raises InvalidFork."""
-        check_fork(parent, length)
+        check_fork(parent.tokens, length)
         record = self._claims.load(parent.session_id, parent.epoch)
         with self._stats.timed("notes"):
             notes = inherited(self._store.notes(parent.session_id), record, length)

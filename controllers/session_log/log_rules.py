@@ -37,10 +37,10 @@ def check_shards(found: int, wanted: int, place: str) -> None:
         )
 
 
-def check_fork(parent: LedgerEntry, length: int) -> None:
-    """Raises InvalidFork if the parent's history is shorter than `length`."""
-    if not 0 <= length <= parent.tokens:
-        raise InvalidFork(f"cannot fork at {length}: committed history has {parent.tokens} tokens")
+def check_fork(committed_len: int, length: int) -> None:
+    """Raises InvalidFork if the parent's history, of `committed_len` tokens, is shorter than `length`."""
+    if not 0 <= length <= committed_len:
+        raise InvalidFork(f"cannot fork at {length}: committed history has {committed_len} tokens")
 
 
 def changes_owner(entry: LedgerEntry, replica_id: str, epoch: int) -> bool:

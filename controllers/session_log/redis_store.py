@@ -105,7 +105,7 @@ class RedisSessionStore:
     def fork(self, parent_id: str, length: int, record: SessionRecord) -> LedgerEntry:
         def child() -> tuple[SessionRecord, int, list[Command], Guards]:
             parent, text = self._own(parent_id)
-            check_fork(parent.entry, length)
+            check_fork(parent.entry.tokens, length)
             forked = replace(record, tools=parent.tools, model=parent.model)
             commands, guards = self._histories.forked(parent.entry, record.session_id, length)
             said = self._notes.forked(parent.entry, self._notes.read(parent.entry), record.session_id, length)

@@ -106,7 +106,7 @@ class SqliteSessionStore:
     def fork(self, parent_id: str, length: int, record: SessionRecord) -> LedgerEntry:
         with self._transaction() as db:
             parent = _entry(db, parent_id)
-            check_fork(parent, length)
+            check_fork(parent.tokens, length)
             tools, model = _tools_and_model(db, parent_id)
             record = replace(record, tools=tools, model=model)
             self._insert_session(db, record, tokens=length)

@@ -18,13 +18,13 @@ from unittest.mock import patch
 
 from msgspec import structs
 
-import controllers.session
 import controllers.session_log.sqlite_answers
 import controllers.session_log.sqlite_store
 from cache.history import History
 from controllers.cluster import Cluster
 from controllers.commits import Commits
 from controllers.errors import StoreError
+from controllers.held_session import HeldSession
 from controllers.ownership import OwnershipLedger
 from controllers.records import LedgerEntry, SessionRecord, StoredResult, TurnRecord
 from controllers.session import SessionController
@@ -155,12 +155,12 @@ def _log_fences_nothing() -> Patches:
 
 def _turns_overlap() -> Patches:
     """A session takes a turn while it has one."""
-    real = controllers.session.check_free
+    real = HeldSession.check_free
 
-    def check_free(session_id: str, session: Any, turn_key: str | None = None) -> None:
-        real(session_id, replace(session, turn=None), turn_key)
+    def check_free(self: HeldSession, turn_key: str | None = None) -> None:
+        real(replace(self, turn=None), turn_key)
 
-    return [patch.object(controllers.session, "check_free", check_free)]
+    return [patch.object(HeldSession, "check_free", check_free)]
 
 
 def _keys_are_not_looked_up() -> Patches:

@@ -323,7 +323,7 @@ async def test_nothing_stays_of_unnamed_conversations_that_are_forgotten(tmp_pat
 async def test_a_conversation_that_outlives_its_checkpoints_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("controllers.session.MOST_CHECKPOINTS", 2)
+    monkeypatch.setattr("controllers.held_session.MOST_CHECKPOINTS", 2)
     async with local_client(tmp_path) as (client, service):
         messages: list[dict[str, Any]] = []
         for turn in range(5):
