@@ -10,7 +10,7 @@ import numpy as np
 from cache.audit import Claim, PageAccounts
 from cache.journal import NOBODY, Holder
 from cache.pages import NO_PAGES, BooksError, PageAllocator, PageCounts, no_pages
-from cache.radix_tree import RadixTree, TokenArray, TreeMatch
+from cache.radix_tree import NO_MATCH, RadixTree, TokenArray, TreeMatch
 from cache.sequence_kv import PageAccount, SequenceKV, pages_for
 from cache.token_chain import ANY_KV, KVIdentity
 from cache.window import WindowPool
@@ -21,9 +21,12 @@ class PrefixMatch:
     """What a new sequence could start from. If one does, `evictable` pages of it are not evictable any more."""
 
     namespace: str
-    prefix_len: int
     tree: TreeMatch
     evictable: PageCounts = NO_PAGES
+
+    @property
+    def prefix_len(self) -> int:
+        return self.tree.length
 
 
 class PrefixCache:
@@ -126,7 +129,7 @@ class PrefixCache:
         """The longest cached whole-page prefix that a sequence can start from. Changes nothing; the result is stale
         after the next change of the cache."""
         if not self._enabled:
-            return PrefixMatch(namespace, 0, TreeMatch(0, None, 0))
+            return PrefixMatch(namespace, NO_MATCH)
         return self._match(namespace, tokens)
 
     def begin(self, match: PrefixMatch, holder: Holder = NOBODY) -> SequenceKV:
@@ -290,7 +293,7 @@ class PrefixCache:
             tree = self._tree.shorten(tree, num_pages * self.page_size)
             num_unheld = self.window.num_unheld(entries[self.window.first_needed(tree.length) : num_pages])
         evictable = PageCounts(self._tree.unlocked_pages(tree), num_unheld)
-        return PrefixMatch(namespace, tree.length, tree, evictable)
+        return PrefixMatch(namespace, tree, evictable)
 
     def _share(self, kv: SequenceKV, tokens: TokenArray) -> None:
         num_tokens = min(len(tokens), kv.shareable_len)
@@ -332,12 +335,7 @@ class PrefixCache:
             raise BooksError("protected prefix cut under private pages")
         if self.window is not None:
             self.window.cut(kv, target_len // self.page_size)
-        drop_len = kv.protected_len - target_len
-        if target_len:
-            kv.node = self._tree.relock_shorter(kv.node, drop_len)
-        else:
-            self._tree.unlock(kv.node)
-            kv.node = None
+        kv.node = self._tree.relock_shorter(kv.node, kv.protected_len - target_len)
         kv.drop_protected(target_len)
 
 

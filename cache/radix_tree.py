@@ -7,8 +7,10 @@ Locks count holders along the path from a node to its root; only unlocked leaves
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TypeAlias
 
 import numpy as np
@@ -50,6 +52,13 @@ class RadixNode:
         self.lock_count = 0
         self.last_used = 0
 
+    def upwards(self) -> Iterator[RadixNode]:
+        """The nodes of the prefix that ends here, the last one first. The root, which has no tokens, is left out."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
 
 @dataclass(frozen=True, slots=True)
 class TreeMatch:
@@ -58,6 +67,9 @@ class TreeMatch:
     length: int
     node: RadixNode | None
     depth: int
+
+
+NO_MATCH = TreeMatch(0, None, 0)
 
 
 class RadixTree:
@@ -83,7 +95,7 @@ class RadixTree:
         """Longest whole-page prefix of `tokens` in the tree. Changes nothing."""
         node = self._roots.get(namespace)
         if node is None:
-            return TreeMatch(0, None, 0)
+            return NO_MATCH
         length = 0
         while True:
             child = node.children.get(self._child_key(tokens[length:]))
@@ -97,36 +109,28 @@ class RadixTree:
 
     def shorten(self, match: TreeMatch, length: int) -> TreeMatch:
         """The same match, cut to `length` tokens (whole pages)."""
-        node, drop = match.node, match.length - length
-        depth = match.depth
-        while node is not None and drop >= depth and node.parent is not None:
+        drop = match.length - length
+        for node, depth in _parts(match):
+            if drop < depth:
+                return TreeMatch(length, node, depth - drop)
             drop -= depth
-            node = node.parent
-            depth = len(node.tokens)
-        return TreeMatch(length, node, depth - drop) if length else TreeMatch(0, None, 0)
+        return NO_MATCH
 
     def unlocked_pages(self, match: TreeMatch) -> int:
         """Pages of a match that are evictable now and would not be once it is locked."""
-        node, length, count = match.node, match.depth, 0
-        while node is not None and node.lock_count == 0 and node.parent is not None:
-            count += length // self._page_size
-            node = node.parent
-            length = len(node.tokens)
-        return count
+        unlocked = takewhile(lambda part: part[0].lock_count == 0, _parts(match))
+        return sum(depth // self._page_size for _, depth in unlocked)
 
     def locked_pages(self, prefixes: Iterable[TreeMatch]) -> int:
         """Pages of the union of `prefixes` that are locked."""
         counted: dict[int, int] = {}
         for match in prefixes:
-            node, length = match.node, match.depth
-            while node is not None and node.parent is not None:
+            for node, depth in _parts(match):
                 known = id(node) in counted
-                pages = length // self._page_size if node.lock_count else 0
+                pages = depth // self._page_size if node.lock_count else 0
                 counted[id(node)] = max(pages, counted.get(id(node), 0))
                 if known:
                     break  # so are all nodes above it
-                node = node.parent
-                length = len(node.tokens)
         return sum(counted.values())
 
     def lock(self, match: TreeMatch) -> tuple[RadixNode, PageArray]:
@@ -141,17 +145,15 @@ class RadixTree:
 
     def relock_shorter(self, node: RadixNode, drop_len: int) -> RadixNode | None:
         """Moves a lock from `node` to the prefix that ends `drop_len` tokens earlier (None: nothing left)."""
-        shorter: RadixNode | None = node
-        while shorter is not None and shorter.parent is not None and drop_len >= len(shorter.tokens):
-            drop_len -= len(shorter.tokens)
-            shorter = shorter.parent
-        assert shorter is not None
-        if drop_len:
-            shorter = self._split(shorter, len(shorter.tokens) - drop_len)
-        if shorter.parent is not None:
-            self._add_lock(shorter, +1)
+        shorter = None
+        for each in node.upwards():
+            if drop_len < len(each.tokens):
+                shorter = self._split(each, len(each.tokens) - drop_len) if drop_len else each
+                self._add_lock(shorter, +1)
+                break
+            drop_len -= len(each.tokens)
         self._add_lock(node, -1)
-        return shorter if shorter.parent is not None else None
+        return shorter
 
     def insert(self, namespace: str, tokens: TokenArray, pages: PageArray) -> tuple[int, RadixNode]:
         """Adds `tokens` (whole pages, at least one) with their pages.
@@ -177,12 +179,7 @@ class RadixTree:
 
     def path_pages(self, node: RadixNode) -> PageArray:
         """Pages of the prefix that ends at `node`, from the root down."""
-        parts: list[PageArray] = []
-        current: RadixNode | None = node
-        while current is not None:
-            parts.append(current.pages)
-            current = current.parent
-        return np.concatenate(parts[::-1])
+        return _joined([each.pages for each in node.upwards()])
 
     def path_window(self, node: RadixNode) -> PageArray:
         """Window pages of the prefix that ends at `node`, from the root down, GONE among them."""
@@ -190,28 +187,17 @@ class RadixTree:
 
     def match_window(self, match: TreeMatch) -> PageArray:
         """Window pages of a match, from the root down, GONE among them."""
-        parts: list[PageArray] = []
-        node, depth = match.node, match.depth
-        while node is not None:
-            parts.append(node.window_pages[: depth // self._page_size])
-            node = node.parent
-            depth = len(node.tokens) if node is not None else 0
-        return np.concatenate(parts[::-1]) if parts else no_pages()
+        return _joined([node.window_pages[: depth // self._page_size] for node, depth in _parts(match)])
 
     def place_window(self, node: RadixNode, index: int, page: int) -> None:
         """Page `index` of the prefix that ends at `node` now has its window KV in `page`."""
-        start, above = 0, node
-        while above.parent is not None:
-            start += len(above.pages)
-            above = above.parent
-        current: RadixNode | None = node
-        while current is not None:
-            start -= len(current.pages)
+        start = sum(len(each.pages) for each in node.upwards())
+        for each in node.upwards():
+            start -= len(each.pages)
             if index >= start:
-                assert current.window_pages[index - start] == GONE
-                current.window_pages[index - start] = page
+                assert each.window_pages[index - start] == GONE
+                each.window_pages[index - start] = page
                 return
-            current = current.parent
 
     def strip_window(self, num_pages: int, is_unheld: NDArray[np.bool_]) -> PageArray:
         """Takes window pages that no sequence holds, oldest nodes first, until there are `num_pages` (or all)."""
@@ -264,17 +250,12 @@ class RadixTree:
 
     def lock_mismatches(self, locked: Iterable[RadixNode]) -> list[str]:
         """Nodes whose lock count differs from the number of `locked` prefix ends below or at them."""
-        counts: dict[int, int] = {}
-        for end in locked:
-            node: RadixNode | None = end
-            while node is not None and node.parent is not None:
-                counts[id(node)] = counts.get(id(node), 0) + 1
-                node = node.parent
+        counts = Counter(id(node) for end in locked for node in end.upwards())
         return [
             f"prefix tree: a node of {len(node.pages)} pages from page {int(node.pages[0])} on is locked "
-            f"{node.lock_count} times by {counts.get(id(node), 0)} holders"
+            f"{node.lock_count} times by {counts[id(node)]} holders"
             for node in self._nodes()
-            if node.lock_count != counts.get(id(node), 0)
+            if node.lock_count != counts[id(node)]
         ]
 
     def _root(self, namespace: str) -> RadixNode:
@@ -314,24 +295,20 @@ class RadixTree:
         """Locking is a use of the path; unlocking is not."""
         if change > 0:
             self._touch(node)
-        current: RadixNode | None = node
-        while current is not None and current.parent is not None:
-            before = current.lock_count
-            current.lock_count += change
-            if current.lock_count < 0:
+        for each in node.upwards():
+            before = each.lock_count
+            each.lock_count += change
+            if each.lock_count < 0:
                 raise BooksError("prefix tree node unlocked more often than locked")
             if before == 0:
-                self._num_locked += len(current.pages)
-            elif current.lock_count == 0:
-                self._num_locked -= len(current.pages)
-            current = current.parent
+                self._num_locked += len(each.pages)
+            elif each.lock_count == 0:
+                self._num_locked -= len(each.pages)
 
     def _touch(self, node: RadixNode) -> None:
         self._clock += 1
-        current: RadixNode | None = node
-        while current is not None:
-            current.last_used = self._clock
-            current = current.parent
+        for each in node.upwards():
+            each.last_used = self._clock
 
     def _child_key(self, tokens: TokenArray) -> bytes:
         return tokens[: self._page_size].tobytes()
@@ -342,3 +319,17 @@ class RadixTree:
         differs = np.flatnonzero(left[:size] != right[:size])
         common = int(differs[0]) if len(differs) else size
         return common - common % self._page_size
+
+
+def _parts(match: TreeMatch) -> Iterator[tuple[RadixNode, int]]:
+    """The nodes of the match, the last one first, and how many tokens of each belong to it."""
+    if match.node is None:
+        return
+    depth = match.depth
+    for node in match.node.upwards():
+        yield node, depth
+        depth = len(node.parent.tokens) if node.parent is not None else 0
+
+
+def _joined(last_first: Sequence[PageArray]) -> PageArray:
+    return np.concatenate(last_first[::-1]) if last_first else no_pages()

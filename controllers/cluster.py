@@ -78,7 +78,9 @@ class Cluster:
             clock, attended, store.load_all_entries(), default_timeout_s=settings.session_timeout_s
         )
         self._reports = ReportReader(self._ledger)
-        self._replicas = ReplicaDirectory(attended, settings.replica_timeout_s, settings.heartbeat_interval_s)
+        self._replicas = ReplicaDirectory(
+            attended, settings.replica_timeout_s, settings.heartbeat_interval_s, self._ledger.count_of
+        )
         self.watch = ClusterWatch(self._ledger, self._replicas, clock)
         self._claims = SessionClaims(self._ledger, store, self._stats, self.watch)
         self.commits = Commits(self._ledger, self._claims, store, self._stats)
@@ -290,7 +292,7 @@ class Cluster:
         if entry.closes_after is not None:
             raise SessionClosing(f"{named(session_id)} is being closed")
         if to != replica_id:
-            self._move_to(entry, taker := self._replicas.taker(to, replica_id, self._ledger.count_of))
+            self._move_to(entry, taker := self._replicas.taker(to, replica_id))
             self.watch.moved(entry, taker, "as an operator asked")
             self._stats.count("moved_by_operators")
         return self._assignment(self._ledger.get(session_id), fresh=to != replica_id)
@@ -353,16 +355,13 @@ class Cluster:
         return len(self._ledger)
 
     def replicas(self, all_heard: bool = False) -> list[ReplicaStatus]:
-        """Replicas that are not gone; `sessions` is the ledger's count. With `all_heard`, raises NoAnswer right after a
+        """Replicas that are not gone, with the sessions that they own. With `all_heard`, raises NoAnswer right after a
         start, when some may not have been heard yet."""
         if all_heard and not self._replicas.all_heard:
             raise NoAnswer(
                 "the cluster controller has just started, and may not have heard of all replicas yet"
             )
-        return [
-            replace(status, sessions=self._ledger.count_of(status.replica_id))
-            for status in self._replicas.present()
-        ]
+        return self._replicas.present()
 
     def measures(self, commits_queued: int = 0) -> list[Measure]:
         """Figures for metrics. `commits_queued`: how many turns wait for their group of commits."""
@@ -380,15 +379,14 @@ class Cluster:
             open_key = secrets.token_urlsafe(_OPEN_KEY_BYTES)
             return self.open_session(session_id, tenant, timeout_s, None, open_key, preferred)
         entry = self._ledger.get(session_id)
-        with self._claims.changing(session_id):
-            if moves := self._must_move(entry):
-                self._move_to(entry, taker := self._place())
-                self.watch.taken_over(entry, taker)
-                self._stats.count("unheard_owners", self._replicas.unheard(entry.replica_id))
-            if self._clock() - entry.last_used_s > _TOUCH_LOG_AFTER_S:
-                # This only restarts the idle clock: while the log is away, turns still reach a known owner.
-                with suppress(StoreError), self._stats.timed("touch"):
-                    self._store.touch(session_id, self._clock())
+        if moves := self._must_move(entry):
+            self._move_to(entry, taker := self._place())
+            self.watch.taken_over(entry, taker)
+            self._stats.count("unheard_owners", self._replicas.unheard(entry.replica_id))
+        if self._clock() - entry.last_used_s > _TOUCH_LOG_AFTER_S:
+            # This only restarts the idle clock: while the log is away, turns still reach a known owner.
+            with suppress(StoreError), self._claims.changing(session_id), self._stats.timed("touch"):
+                self._store.touch(session_id, self._clock())
         return self._assignment(self._ledger.touch(session_id), fresh=claimed or moves)
 
     def _assignment(self, entry: LedgerEntry, *, fresh: bool) -> Assignment:
@@ -400,11 +398,11 @@ class Cluster:
         if self._replicas.ended(owner):
             return True
         # A silent owner may only be slow. If no other replica is there, it is better to ask it than nobody.
-        return self._replicas.gone(owner) and bool(self._replicas.candidates(self._ledger.count_of))
+        return self._replicas.gone(owner) and bool(self._replicas.candidates())
 
     def _drain_session(self, entry: LedgerEntry) -> bool:
         """Moves the session to a live replica. While there is none, the draining owner serves it."""
-        takers = self._replicas.candidates(self._ledger.count_of, (ReplicaState.LIVE,))
+        takers = self._replicas.candidates((ReplicaState.LIVE,))
         if not takers:
             return False
         taker = choose_replica(takers)
@@ -430,7 +428,7 @@ class Cluster:
         self._ledger.transfer(entry.session_id, replica_id)
 
     def _place(self, preferred: str | None = None) -> str:
-        return choose_replica(self._replicas.candidates(self._ledger.count_of), preferred)
+        return choose_replica(self._replicas.candidates(), preferred)
 
     def _takers(self, owner_id: str) -> list[str]:
         """Replicas to which sessions of this one may move to even out load."""

@@ -15,7 +15,7 @@ def _session_figures(ledger: OwnershipLedger, replicas: ReplicaDirectory) -> dic
     """Gauges of sessions and replicas, without labels."""
     present = [status.replica_id for status in replicas.present()]
     owned = sum(map(ledger.count_of, present))
-    in_turn = sum(map(ledger.in_turn, present))
+    in_turn = sum(ledger.use_of_replica(replica_id).in_turn for replica_id in present)
     return {
         "sessions_in_turn": float(in_turn),
         "sessions_idle": float(owned - in_turn),
@@ -49,10 +49,11 @@ def _orphans(ledger: OwnershipLedger, status: ReplicaStatus) -> dict[str, int]:
     "stale": the replica does not own them, and has not dropped them although the reply to the heartbeat before told it
     to. (Where sessions end all the time, some have always ended since the last heartbeat.) "missing": the ledger counts
     them as held, but the replica does not hold them. "untold": the replica holds them but has not reported them."""
-    held = ledger.held(status.replica_id) + len(ledger.stale(status.replica_id))
+    use = ledger.use_of_replica(status.replica_id)
+    held = use.held + len(use.stale)
     told = held if status.held is None else status.held
     return {
-        "stale": ledger.overdue(status.replica_id),
+        "stale": use.overdue,
         "missing": max(0, held - told),
         "untold": max(0, told - held),
     }

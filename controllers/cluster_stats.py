@@ -73,13 +73,10 @@ class ClusterStats:
         try:
             yield
         except StoreError:
-            self.store_failed(operation)
+            self._failed[operation] += 1
             raise
         finally:
             self._took_s[operation].observe(self._timer() - started_s)
-
-    def store_failed(self, operation: str) -> None:
-        self._failed[operation] += 1
 
     def measures(self) -> Iterator[Measure]:
         """The counters, and the figures by store operation or in buckets."""

@@ -43,8 +43,7 @@ class Commits:
         outcomes = list(map(self._fenced, records))
         passed = [at for at, refusal in enumerate(outcomes) if refusal is None]
         if passed:
-            with self._stats.timed("commit"):
-                written = self._written([records[at] for at in passed])
+            written = self._written([records[at] for at in passed])
             for at, outcome in zip(passed, written, strict=True):
                 outcomes[at] = self._noted(records[at], outcome)
         for refusal in filter(None, outcomes):
@@ -61,9 +60,9 @@ class Commits:
 
     def _written(self, records: Sequence[TurnRecord]) -> Sequence[Outcome]:
         try:
-            return self._store.append_turns(records)
+            with self._stats.timed("commit"):
+                return self._store.append_turns(records)
         except StoreError as error:
-            self._stats.store_failed("commit")
             return [error] * len(records)
 
     def _noted(self, record: TurnRecord, outcome: Outcome) -> Outcome:
@@ -75,7 +74,7 @@ class Commits:
             return refusal
         if (
             record.session_id in self._ledger
-        ):  # else another turn of the group has shown that it is now another cluster's
+        ):  # else another turn of the group showed that it is another cluster's now
             if self._ledger.get(record.session_id).turns == record.turn_index:
                 self._stats.count("turns_committed")
             self._ledger.committed(record.session_id, tokens=record.end_len, turns=record.turn_index + 1)

@@ -186,7 +186,7 @@ class OwnershipLedger:
 
     def report(self, replica_id: str, update: SessionStatus) -> bool:
         """Notes a replica's report of a session that it holds. False if the replica does not own it at that epoch: it
-        must then drop it, see `stale`."""
+        must then drop it, see `tell_stale`."""
         session_id, use = update.session_id, self._by_replica.setdefault(replica_id, ReplicaUse())
         entry = self._find(session_id)
         use.reports = True
@@ -221,24 +221,15 @@ class OwnershipLedger:
                 use.held -= 1
                 self._put(replace(entry, reported_s=None, in_turn=False, size_bytes=0), entry)
 
-    def stale(self, replica_id: str) -> dict[str, int]:
-        """The sessions that the replica must drop, with the epochs at which it reported them. For reading only."""
-        use = self._by_replica.get(replica_id)
-        return {} if use is None else use.stale
-
     def tell_stale(self, replica_id: str) -> dict[str, int]:
-        """The same, for the reply to a report. What the previous reply named, too, is overdue."""
+        """The sessions that the replica must drop, with the epochs at which it reported them. For reading only, and for
+        the reply to a report: what the previous reply named, too, is overdue."""
         use = self._by_replica.get(replica_id)
         if use is None:
             return {}
         use.overdue = len(use.stale.items() & use.told.items())
         use.told = use.stale.copy()
         return use.stale
-
-    def overdue(self, replica_id: str) -> int:
-        """How many sessions the replica still held one report after it was told to drop them."""
-        use = self._by_replica.get(replica_id)
-        return 0 if use is None else use.overdue
 
     def forget_stale(self, replica_id: str) -> None:
         """Forgets what the replica must drop: it is gone, or must report all its sessions again."""
@@ -278,18 +269,16 @@ class OwnershipLedger:
         return list(map(self.get, islice(self._recent.newest_first(), limit)))
 
     def count_of(self, replica_id: str) -> int:
-        use = self._by_replica.get(replica_id)
-        return 0 if use is None else len(use.owned)
+        """How many sessions the replica owns."""
+        return len(self.use_of_replica(replica_id).owned)
 
-    def in_turn(self, replica_id: str) -> int:
-        """How many of its sessions the replica has reported as in a turn."""
-        use = self._by_replica.get(replica_id)
-        return 0 if use is None else use.in_turn
+    def use_of_replica(self, replica_id: str) -> ReplicaUse:
+        """What the replica has in the ledger. For reading only."""
+        return self._by_replica.get(replica_id, ReplicaUse())
 
-    def held(self, replica_id: str) -> int:
-        """How many of its sessions the replica has reported as held."""
-        use = self._by_replica.get(replica_id)
-        return 0 if use is None else use.held
+    def use_of_tenant(self, tenant: str) -> TenantUse:
+        """What the tenant has in the ledger. For reading only."""
+        return self._by_tenant.get(tenant, TenantUse())
 
     @property
     def tokens(self) -> int:
@@ -300,10 +289,6 @@ class OwnershipLedger:
     def size_bytes(self) -> int:
         """Size of all sessions' KV, as their owners have reported it."""
         return self._size_bytes
-
-    def use_of(self, tenant: str) -> TenantUse:
-        """What the tenant has in the ledger. For reading only."""
-        return self._by_tenant.get(tenant, TenantUse())
 
     def expires_at_s(self, entry: LedgerEntry) -> float:
         """When the session's idle timeout ends, if nobody uses it."""

@@ -64,14 +64,21 @@ class _Replica:
 
 
 class ReplicaDirectory:
-    """Replicas by id. `clock` returns attended monotonic seconds.
+    """Replicas by id. `clock` returns attended monotonic seconds, `count_sessions` how many sessions a replica owns.
 
     A replica that is silent for `timeout_s` is gone. A suspect replica is gone once SUSPECT_BEATS of its heartbeats,
     `heartbeat_s` apart, are missing.
     """
 
-    def __init__(self, clock: Callable[[], float], timeout_s: float, heartbeat_s: float) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        timeout_s: float,
+        heartbeat_s: float,
+        count_sessions: Callable[[str], int],
+    ) -> None:
         self._clock = clock
+        self._count_sessions = count_sessions
         self.configure(timeout_s, heartbeat_s)
         self._started_s = clock()
         self._replicas: dict[str, _Replica] = {}
@@ -197,11 +204,9 @@ class ReplicaDirectory:
         if replica_id in self._replicas:
             self._replicas[replica_id].assigned_tokens += tokens
 
-    def candidates(
-        self, count_sessions: Callable[[str], int], states: Sequence[ReplicaState] = BY_PREFERENCE
-    ) -> list[Candidate]:
-        """The replicas for placement: those in the first of `states` that has any. `count_sessions` returns the number
-        of sessions of a replica. Replicas that drain next get none if there are others."""
+    def candidates(self, states: Sequence[ReplicaState] = BY_PREFERENCE) -> list[Candidate]:
+        """The replicas for placement: those in the first of `states` that has any. Replicas that drain next get none if
+        there are others."""
         for state in states:
             statuses = self.in_state(state)
             found = [
@@ -209,7 +214,7 @@ class ReplicaDirectory:
                     replica_id=status.replica_id,
                     free_tokens=status.free_tokens,
                     assigned_tokens=self._replicas[status.replica_id].assigned_tokens,
-                    sessions=count_sessions(status.replica_id),
+                    sessions=status.sessions,
                 )
                 for status in self._lasting(statuses)
             ]
@@ -217,11 +222,11 @@ class ReplicaDirectory:
                 return found
         return []
 
-    def taker(self, to: str | None, owner_id: str, count_sessions: Callable[[str], int]) -> str:
+    def taker(self, to: str | None, owner_id: str) -> str:
         """The live replica that gets a session of `owner_id`: `to` (None: the best of the others). Raises InvalidMove
         if there is no replica `to`, and NoReplica if it takes no sessions, or if no replica does."""
         if to is None:
-            live = self.candidates(count_sessions, (ReplicaState.LIVE,))
+            live = self.candidates((ReplicaState.LIVE,))
             return choose_replica(each for each in live if each.replica_id != owner_id)
         state = self.state(to)
         if to not in self._replicas or state is ReplicaState.GONE:
@@ -231,9 +236,10 @@ class ReplicaDirectory:
         return to
 
     def in_state(self, *states: ReplicaState) -> list[ReplicaStatus]:
-        """The last reports of replicas in these states. `draining` is set if they drain for any reason."""
+        """The last reports of replicas in these states. `draining` is set if they drain for any reason, and `sessions`
+        are those that they own."""
         return [
-            replace(known.status, draining=known.drains)
+            replace(known.status, draining=known.drains, sessions=self._count_sessions(replica_id))
             for replica_id, known in self._replicas.items()
             if known.status is not None and self.state(replica_id) in states
         ]

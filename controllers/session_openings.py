@@ -130,5 +130,5 @@ class SessionOpenings:
         admit_timeout(timeout_s, settings)
         if len(self._ledger) >= settings.max_sessions and now_s >= self._ends.next_expiry_s:
             self._ends.expire_idle(settings.replica_timeout_s)
-        admit_to_tenant(self._ledger.use_of(tenant), settings, copied_tokens=copied_tokens)
+        admit_to_tenant(self._ledger.use_of_tenant(tenant), settings, copied_tokens=copied_tokens)
         admit_session(len(self._ledger), settings.max_sessions, self._ends.next_expiry_s - now_s)

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from controllers.errors import ControllerError, SessionTakenOver, StoreError
 from controllers.records import (
@@ -114,11 +115,10 @@ class RedisSessionStore:
         return self._add(child)[1]
 
     def assign(self, session_id: str, replica_id: str, epoch: int) -> None:
-        def assigned(session: StoredSession) -> tuple[list[Command], Guards]:
+        def assigned(session: StoredSession) -> list[Command]:
             if not changes_owner(session.entry, replica_id, epoch):
-                return [], {}
-            entry = replace(session.entry, replica_id=replica_id, epoch=epoch)
-            return [self._set(replace(session, entry=entry))], {}
+                return []
+            return [self._set_entry(session, replica_id=replica_id, epoch=epoch)]
 
         self._change(session_id, assigned)
 
@@ -157,9 +157,9 @@ class RedisSessionStore:
         return self._notes.page(self._own(session_id)[0].entry, turn_index, room)
 
     def forget_note(self, session_id: str, turn_index: int) -> None:
-        def forgotten(session: StoredSession) -> tuple[list[Command], Guards]:
+        def forgotten(session: StoredSession) -> list[Command]:
             answer = self._answers.forgotten(session, turn_index)
-            return [*self._notes.forgotten(session_id, turn_index), *answer], {}
+            return [*self._notes.forgotten(session_id, turn_index), *answer]
 
         self._change(session_id, forgotten)
 
@@ -211,16 +211,10 @@ class RedisSessionStore:
             entry = session.entry
             if session.writer == self._log.cluster:
                 renamed = tenant_in(entry.session_id) != entry.tenant
-                yield self.find(_key_of(entry)) if renamed else entry
+                yield self.find(session_key(entry.tenant, entry.session_id)) if renamed else entry
 
     def touch(self, session_id: str, last_used_s: float) -> None:
-        self._change(
-            session_id,
-            lambda session: (
-                [self._set(replace(session, entry=replace(session.entry, last_used_s=last_used_s)))],
-                {},
-            ),
-        )
+        self._change(session_id, lambda session: [self._set_entry(session, last_used_s=last_used_s)])
 
     def close(self, session_id: str) -> bool:
         floor_key = self._log.key("epoch_floor")
@@ -244,13 +238,7 @@ class RedisSessionStore:
         raise self._busy(session_id)
 
     def close_after(self, session_id: str, turn_key: str) -> None:
-        self._change(
-            session_id,
-            lambda session: (
-                [self._set(replace(session, entry=replace(session.entry, closes_after=turn_key)))],
-                {},
-            ),
-        )
+        self._change(session_id, lambda session: [self._set_entry(session, closes_after=turn_key)])
 
     def purge(self) -> None:
         """Does nothing: Redis itself removes deleted data from its files."""
@@ -292,16 +280,14 @@ class RedisSessionStore:
             raise SessionTakenOver(f"{named(session_id)} has been taken over by another cluster")
         return session
 
-    def _change(
-        self, session_id: str, changed: Callable[[StoredSession], tuple[list[Command], Guards]]
-    ) -> None:
+    def _change(self, session_id: str, changed: Callable[[StoredSession], list[Command]]) -> None:
         """Runs the commands that `changed` returns for the session. No commands: the change is already made."""
         for _ in range(MOST_TRIES):
             session, text = self._own(session_id)
-            commands, guards = changed(session)
+            commands = changed(session)
             if not commands:
                 return self._log.confirm()
-            if self._log.change(commands, {**guards, self._key(session_id): text}, though_full=True):
+            if self._log.change(commands, {self._key(session_id): text}, though_full=True):
                 return None
         raise self._busy(session_id)
 
@@ -460,6 +446,9 @@ class RedisSessionStore:
     def _text(self, session: StoredSession) -> bytes:
         return self._cipher.encrypt(session.text(), _session_place(session.entry.session_id))
 
+    def _set_entry(self, session: StoredSession, **changes: Any) -> Command:
+        return self._set(replace(session, entry=replace(session.entry, **changes)))
+
     def _set(self, session: StoredSession) -> Command:
         return ("SET", self._key(session.entry.session_id), self._text(session))
 
@@ -482,10 +471,6 @@ def _once_each(records: Sequence[TurnRecord]) -> list[dict[int, TurnRecord]]:
             parts.append({})
         parts[nth][at] = record
     return parts
-
-
-def _key_of(entry: LedgerEntry) -> str:
-    return session_key(entry.tenant, entry.session_id)
 
 
 def _session_place(session_id: str) -> str:

@@ -70,8 +70,8 @@ def _restarts_forget_owners() -> Patches:
     """A controller that has just started takes replicas for gone that it has not heard from."""
     real = ReplicaDirectory.__init__
 
-    def init(self: ReplicaDirectory, clock: Any, timeout_s: float, heartbeat_s: float) -> None:
-        real(self, clock, timeout_s, heartbeat_s)
+    def init(self: ReplicaDirectory, clock: Any, timeout_s: float, *rest: Any) -> None:
+        real(self, clock, timeout_s, *rest)
         self._started_s = clock() - 2 * timeout_s
 
     return [patch.object(ReplicaDirectory, "__init__", init)]

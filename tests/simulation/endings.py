@@ -22,7 +22,9 @@ def leftovers(cluster: Cluster) -> list[str]:
         known = controller.actor._cluster
         left += [f"ledger: {entry.session_id}" for entry in known.sessions()]
         for party in cluster.live_replicas:
-            left += [f"stale at {party.name}: {name}" for name in known._ledger.stale(party.name)]
+            left += [
+                f"stale at {party.name}: {name}" for name in known._ledger.use_of_replica(party.name).stale
+            ]
     return left
 
 

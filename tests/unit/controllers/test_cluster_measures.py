@@ -111,7 +111,7 @@ def test_sessions_that_end_all_the_time_are_no_orphans(world: World) -> None:
             replace(A, held=1), SessionReport(number, number - 1, (held(f"s{number}"),), (f"s{number - 1}",))
         )
         world.cluster.close_session(f"s{number}")
-        assert world.cluster._ledger.stale("a")
+        assert world.cluster._ledger.use_of_replica("a").stale
         assert world.orphans("a") == {"stale": 0, "missing": 0, "untold": 0}
 
 
@@ -122,7 +122,7 @@ def test_a_session_that_ends_and_is_opened_anew_is_another_one(world: World) -> 
         epoch = world.cluster.session("s").epoch
         world.cluster.close_session("s")
         world.beat(replace(A, held=1), SessionReport(number, number - 1, (held("s", epoch),)))
-        assert world.cluster._ledger.stale("a") == {"s": epoch}
+        assert world.cluster._ledger.use_of_replica("a").stale == {"s": epoch}
         assert world.orphans("a")["stale"] == 0
 
 

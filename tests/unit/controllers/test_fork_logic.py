@@ -287,4 +287,4 @@ def test_a_tenant_takes_no_more_of_the_log_than_it_may(store: SqliteSessionStore
         cluster.fork_session("p", 1, "a", ForkOrder("f", "m", timeout_s=61.0))
     with pytest.raises(InvalidTimeout):
         cluster.open_session("f", "other", 1e9, None)
-    assert cluster._ledger.use_of("") == TenantUse(3, 10)
+    assert cluster._ledger.use_of_tenant("") == TenantUse(3, 10)

@@ -23,7 +23,7 @@ def _status(replica_id: str = "a", free_tokens: int = 100, draining: bool = Fals
 
 @pytest.fixture
 def directory(clock: ManualClock) -> ReplicaDirectory:
-    return ReplicaDirectory(clock, TIMEOUT_S, BEAT_S)
+    return ReplicaDirectory(clock, TIMEOUT_S, BEAT_S, lambda _: 3)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def live(directory: ReplicaDirectory) -> ReplicaDirectory:
 
 
 def _placeable(directory: ReplicaDirectory) -> list[str]:
-    return [candidate.replica_id for candidate in directory.candidates(lambda _: 0)]
+    return [candidate.replica_id for candidate in directory.candidates()]
 
 
 def test_the_last_replica_gets_sessions_though_it_drains(live: ReplicaDirectory) -> None:
@@ -212,10 +212,10 @@ def test_a_drain_is_not_forgotten_by_a_directory_that_has_just_begun(directory: 
 def test_assigned_tokens_last_until_the_next_heartbeat(live: ReplicaDirectory) -> None:
     live.assign_tokens("a", 30)
     live.assign_tokens("a", 12)
-    (candidate,) = live.candidates(lambda _: 3)
+    (candidate,) = live.candidates()
     assert (candidate.expected_free_tokens, candidate.sessions) == (58, 3)
     live.heartbeat(_status(free_tokens=70))
-    (candidate,) = live.candidates(lambda _: 3)
+    (candidate,) = live.candidates()
     assert candidate.expected_free_tokens == 70
 
 
@@ -242,7 +242,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.clock = ManualClock()
-        self.directory = ReplicaDirectory(self.clock, TIMEOUT_S, BEAT_S)
+        self.directory = ReplicaDirectory(self.clock, TIMEOUT_S, BEAT_S, lambda _: 0)
         self.leaving: set[str] = set()
         self.gone: set[str] = set()
         self.beats: dict[str, float] = {}

@@ -459,7 +459,7 @@ class LossyChannel(RuleBasedStateMachine):
                 assert entry is not None
                 assert (entry.replica_id, entry.epoch) == (replica.status.replica_id, status.epoch)
                 assert entry.reported_s is not None
-            assert self.world.cluster._ledger.stale(replica.status.replica_id) == {}
+            assert self.world.cluster._ledger.use_of_replica(replica.status.replica_id).stale == {}
         for entry in self.world.cluster.sessions():
             held = self.replicas[entry.replica_id].book.epoch(entry.session_id) == entry.epoch
             assert held == (entry.reported_s is not None)
@@ -471,7 +471,7 @@ class LossyChannel(RuleBasedStateMachine):
         for replica_id in "ab":
             own = [entry for entry in ledger.page() if entry.replica_id == replica_id]
             assert ledger.count_of(replica_id) == len(own)
-            assert ledger.in_turn(replica_id) == sum(entry.in_turn for entry in own)
+            assert ledger.use_of_replica(replica_id).in_turn == sum(entry.in_turn for entry in own)
 
 
 LossyChannel.TestCase.settings = settings(
