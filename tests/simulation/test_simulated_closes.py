@@ -48,5 +48,5 @@ def test_a_close_that_waits_for_a_turn_is_carried_out_though_its_replica_is_lost
     """Earlier the close was forgotten. If the log does not record it, the same schedule finds the fault again."""
     assert [violations(seed) for seed in LUCKS] == [()] * len(LUCKS)
     with mutated("a close that waits is not in the log"):
-        found = [what for seed in LUCKS for what in violations(seed)]
-    assert any("told as closed" in what for what in found)
+        found = (what for seed in LUCKS for what in violations(seed))
+        assert any("told as closed" in what for what in found)

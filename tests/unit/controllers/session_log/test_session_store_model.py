@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     Bundle,
     RuleBasedStateMachine,
     consumes,
+    initialize,
     invariant,
     rule,
     run_state_machine_as_test,
@@ -32,7 +33,7 @@ from controllers.session_log.sqlite_store import SqliteSessionStore
 from controllers.session_log.store import SessionStore
 from controllers.tokens import encode_tokens, unpack_tokens
 
-SETTINGS = settings(max_examples=20, stateful_step_count=30, deadline=None, print_blob=True)
+SETTINGS = settings(max_examples=24, stateful_step_count=30, deadline=None, print_blob=True)
 KEYED = st.sampled_from([None, "key", "call-", "try-"])
 TOKENS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5)
 
@@ -43,7 +44,7 @@ def _key(kind: str | None, turns: int) -> str | None:
 
 
 class Place(Protocol):
-    """A place where a log is kept."""
+    """A place where a log is kept, encrypted or not."""
 
     def open(self) -> SessionStore: ...
 
@@ -166,13 +167,16 @@ def cut(notes: list[TurnNote], length: int) -> list[TurnNote]:
     ]
 
 
+CIPHERS = [LogCipher(), LogCipher([bytes(KEY_BYTES)], encrypts=True)]
+
+
 class StoreMachine(RuleBasedStateMachine):
-    new_place: Callable[[], Place]
+    new_place: Callable[[LogCipher], Place]
     sessions = Bundle("sessions")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.place = self.new_place()
+    @initialize(cipher=st.sampled_from(CIPHERS))
+    def begin(self, cipher: LogCipher) -> None:
+        self.place = self.new_place(cipher)
         self.store = self.place.open()
         self.model: dict[str, ModelSession] = {}
         self.opened = 0
@@ -340,19 +344,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.place.remove()
 
 
-def check(place: Callable[[], Place]) -> None:
+def check(place: Callable[[LogCipher], Place]) -> None:
     machine = type("Machine", (StoreMachine,), {"new_place": staticmethod(place)})
     run_state_machine_as_test(machine, settings=SETTINGS)
 
 
-CIPHERS = [LogCipher(), LogCipher([bytes(KEY_BYTES)], encrypts=True)]
+def test_sqlite_store_against_the_model() -> None:
+    check(Files)
 
 
-@pytest.mark.parametrize("cipher", CIPHERS, ids=["plain", "encrypted"])
-def test_sqlite_store_against_the_model(cipher: LogCipher) -> None:
-    check(lambda: Files(cipher))
-
-
-@pytest.mark.parametrize("cipher", CIPHERS, ids=["plain", "encrypted"])
-def test_redis_store_against_the_model(redis_server: RedisServer, cipher: LogCipher) -> None:
-    check(lambda: Keys(redis_server, cipher))
+def test_redis_store_against_the_model(redis_server: RedisServer) -> None:
+    check(lambda cipher: Keys(redis_server, cipher))
