@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from manual_clock import ManualClock
+from session_logs import opened_log
+from store_turns import commit_turn, turn_of
 
 from controllers.cluster import Cluster
 from controllers.records import Assignment, HeartbeatReply, ReplicaStatus, SessionStatus
 from controllers.session_log.log_cipher import LogCipher
-from controllers.session_log.sqlite_store import SqliteSessionStore
-from controllers.settings import ClusterSettings
+from controllers.settings import ClusterSettings, LogSettings
 from tests.unit.controllers.reporting import HeldSessions
 
 SILENCE_S = 10.0
 IDLE_S = 100.0
+SETTINGS = ClusterSettings(
+    replica_timeout_s=SILENCE_S, session_timeout_s=IDLE_S, max_sessions=20, placement_tokens=10
+)
 
 
 class WallClock:
@@ -34,38 +36,44 @@ class WallClock:
 class World:
     """A cluster, its log and its clock. `restart` has the effect of a crash of the controller's process."""
 
-    def __init__(self, path: Path, clock: ManualClock) -> None:
+    def __init__(self, log: LogSettings, clock: ManualClock, settings: ClusterSettings = SETTINGS) -> None:
         self.clock = clock
         self.wall = WallClock(clock)
-        self._path = path
+        self._log = log
+        self._settings = settings
         self._held = HeldSessions()
-        self.store = SqliteSessionStore(path, clock=self.wall)
-        self.cluster = self._build()
+        self._start(None)
 
     def restart(self, cipher: LogCipher | None = None) -> Cluster:
         self.store.disconnect()
-        self.store = SqliteSessionStore(self._path, clock=self.wall, cipher=cipher)
-        self.cluster = self._build()
+        self._start(cipher)
         return self.cluster
 
-    def _build(self) -> Cluster:
-        settings = ClusterSettings(
-            replica_timeout_s=SILENCE_S,
-            session_timeout_s=IDLE_S,
-            max_sessions=20,
-            placement_tokens=10,
-        )
-        return Cluster(settings, self.store, self.wall, self.clock)
-
-    def beat(self, *replica_ids: str, free_tokens: int = 1000, draining: bool = False) -> None:
+    def beat(self, *replica_ids: str, **status: object) -> None:
         """Heartbeats of these replicas, which hold no sessions."""
         for replica_id in replica_ids:
-            self._held.beat(self.cluster, ReplicaStatus(replica_id, free_tokens, 1000, draining=draining))
+            self.report(replica_id, **status)
 
-    def report(self, replica_id: str, *held: SessionStatus, free_tokens: int = 1000) -> HeartbeatReply:
+    def report(self, replica_id: str, *held: SessionStatus, **status: object) -> HeartbeatReply:
         """A heartbeat of a replica that holds exactly these sessions."""
-        return self._held.beat(self.cluster, ReplicaStatus(replica_id, free_tokens, 1000), *held)
+        fields = {"free_tokens": 1000, "total_tokens": 1000} | status
+        return self._held.beat(self.cluster, ReplicaStatus(replica_id, **fields), *held)
+
+    def owner(self) -> tuple[str, int]:
+        """Owner and epoch of the only session."""
+        (entry,) = self.cluster.sessions()
+        return entry.replica_id, entry.epoch
+
+    def _start(self, cipher: LogCipher | None) -> None:
+        self.store = opened_log(self._log, self.wall, cipher)
+        self.cluster = Cluster(self._settings, self.store, self.wall, self.clock)
 
 
 def open_session(world: World, session_id: str = "s", tenant: str = "") -> Assignment:
     return world.cluster.open_session(session_id, tenant, None, None)
+
+
+def open_at_a(world: World) -> None:
+    """Opens session "s" at replica "a", and commits two tokens of it."""
+    assert open_session(world).replica_id == "a"
+    commit_turn(world.cluster, turn_of(0, 0, [1, 2], idempotency_key="key", result=b"result"))

@@ -19,7 +19,7 @@ def clock() -> ManualClock:
 @pytest.fixture
 def world(tmp_path: Path, clock: ManualClock) -> Iterator[World]:
     """A cluster with replicas "a" and "b"."""
-    world = World(tmp_path / "sessions.db", clock)
+    world = World(SqliteLogSettings(str(tmp_path / "sessions.db")), clock)
     world.beat("a", "b")
     yield world
     world.store.disconnect()

@@ -12,11 +12,18 @@ from controllers.tokens import encode_tokens, unpack_tokens
 
 SESSION = SessionRecord("s", "", 1, "a", timeout_s=30.0, capacity_tokens=99, created_s=5.0, open_key="o")
 
+OTHER = replace(SESSION, session_id="other", open_key="p")
+
 
 def turn_of(index: int, start_len: int, tokens: list[int], **changes: object) -> TurnRecord:
     """A turn of SESSION."""
     record = TurnRecord("s", 1, index, start_len, encode_tokens(tokens), len(tokens) // 2)
     return replace(record, **changes)
+
+
+def of_other(record: TurnRecord) -> TurnRecord:
+    """The same turn of OTHER."""
+    return replace(record, session_id="other")
 
 
 def history_of(store: SessionStore, session_id: str = "s") -> list[int]:

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from cluster_world import World, open_session
 from manual_clock import ManualClock
 from redis_server import CLUSTER, RedisServer
 from session_book import make_chain
+from session_logs import opened_log
 from store_turns import SESSION, append_turn, commit_turn, turn_of
 
-from controllers.cluster import Cluster
 from controllers.errors import SessionClosing, SessionNotFound, StaleEpoch
-from controllers.records import Assignment, ReplicaStatus, SessionRecord, SessionStatus
+from controllers.records import Assignment, SessionRecord, SessionStatus
 from controllers.retention import CLOSING_TIMEOUT_S
 from controllers.session import SessionController
 from controllers.session_log.redis_store import RedisSessionStore
-from controllers.session_log.sqlite_store import SqliteSessionStore
-from controllers.session_log.store import SessionStore
-from controllers.settings import ClusterSettings
+from controllers.settings import LogSettings
 from controllers.turns import Replay, Turn
-from tests.unit.controllers.reporting import HeldSessions
 
 TIMEOUT_S = 1000.0
-SILENCE_S = 10.0
-
-Place = Callable[[], SessionStore]
 
 
 @pytest.fixture
@@ -87,73 +81,39 @@ def test_one_that_waits_for_nothing_that_could_come_is_closed_at_once(clock: Man
     assert book.close("s") is None
 
 
-@pytest.fixture(params=["sqlite", "redis"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock) -> Place:
-    if request.param == "sqlite":
-        return lambda: SqliteSessionStore(tmp_path / "sessions.db", clock=clock)
-    server: RedisServer = request.getfixturevalue("redis_server")
-    log = server.log()
-    return lambda: RedisSessionStore(log, CLUSTER, clock=clock)
-
-
-class World:
-    """A cluster of "a" and "b" with a session "s", whose owner is `opened`. Its log outlives restarts."""
-
-    def __init__(self, place: Place, clock: ManualClock) -> None:
-        self._place = place
-        self._clock = clock
-        self._held = HeldSessions()
-        self.store = place()
-        self.cluster = self._build()
-        self.opened = self._open()
-
-    def restart(self) -> None:
-        self.store.disconnect()
-        self.store = self._place()
-        self.cluster = self._build()
-
-    def report(self, owner: Assignment, **changes: object) -> None:
-        held = SessionStatus("s", owner.epoch, 0, 0, 0.0, True)
-        self.beat(owner.replica_id, replace(held, **changes))
-
-    def beat(self, replica_id: str, *held: SessionStatus) -> None:
-        self._held.beat(self.cluster, ReplicaStatus(replica_id, 1000, 1000), *held)
-
-    def wait(self, seconds: float, owner: Assignment | None = None) -> list[str]:
-        """Lets time pass. Returns the sessions that end meanwhile. `owner` keeps reporting that the session has a
-        turn."""
-        ended = []
-        for _ in range(int(seconds)):
-            self._clock.advance(1.0)
-            for replica_id in "ab":
-                self.beat(replica_id)
-            if owner is not None:
-                self.report(owner, closing=True)
-            ended += self.cluster.expire_idle()
-        return ended
-
-    def _build(self) -> Cluster:
-        settings = ClusterSettings(replica_timeout_s=SILENCE_S, session_timeout_s=TIMEOUT_S)
-        return Cluster(settings, self.store, self._clock, self._clock)
-
-    def _open(self) -> Assignment:
-        for replica_id in "ab":
-            self.cluster.register_replica(ReplicaStatus(replica_id, 1000, 1000))
-        return self.cluster.open_session("s", "", None, None)
-
-
 @pytest.fixture
-def world(place: Place, clock: ManualClock) -> Iterator[World]:
-    world = World(place, clock)
+def world(log: LogSettings, clock: ManualClock) -> Iterator[World]:
+    """A cluster of "a" and "b", whose log is of either kind."""
+    world = World(log, clock)
+    world.beat("a", "b")
     yield world
     world.store.disconnect()
 
 
+def report(world: World, owner: Assignment, **changes: object) -> None:
+    """The owner reports that the session has a turn."""
+    held = replace(SessionStatus("s", owner.epoch, 0, 0, 0.0, True), **changes)
+    world.report(owner.replica_id, held)
+
+
+def wait(world: World, seconds: float, owner: Assignment | None = None) -> list[str]:
+    """Lets time pass. Returns the sessions that end meanwhile. `owner` keeps reporting that the session has a turn."""
+    ended = []
+    for _ in range(int(seconds)):
+        world.clock.advance(1.0)
+        world.beat("a", "b")
+        if owner is not None:
+            report(world, owner, closing=True)
+        ended += world.cluster.expire_idle()
+    return ended
+
+
 def closing(world: World) -> Assignment:
-    """Lets the session's owner accept a close during a turn. Returns the owner."""
-    world.report(world.opened)
-    world.cluster.close_after("s", world.opened.epoch, "k")
-    return world.opened
+    """Opens the session, and lets its owner accept a close during a turn. Returns the owner."""
+    opened = open_session(world)
+    report(world, opened)
+    world.cluster.close_after("s", opened.epoch, "k")
+    return opened
 
 
 def test_the_next_owner_is_told(world: World) -> None:
@@ -167,18 +127,18 @@ def test_the_next_owner_is_told(world: World) -> None:
 
 def test_it_ends_though_its_owner_has_died_and_nobody_comes(world: World) -> None:
     former = closing(world)
-    assert world.wait(CLOSING_TIMEOUT_S * 3, former) == [], "its turn is under way"
+    assert wait(world, CLOSING_TIMEOUT_S * 3, former) == [], "its turn is under way"
     world.cluster.report_unreachable(former.replica_id, True)
-    assert world.wait(CLOSING_TIMEOUT_S - 1) == []
-    assert world.wait(2) == ["s"]
+    assert wait(world, CLOSING_TIMEOUT_S - 1) == []
+    assert wait(world, 2) == ["s"]
     assert list(world.store.load_all_entries()) == []
 
 
 def test_it_ends_though_owner_and_controller_have_died(world: World) -> None:
     closing(world)
     world.restart()
-    assert world.wait(CLOSING_TIMEOUT_S - 1) == []
-    assert world.wait(2) == ["s"]
+    assert wait(world, CLOSING_TIMEOUT_S - 1) == []
+    assert wait(world, 2) == ["s"]
 
 
 def test_the_turn_that_it_waits_for_is_committed_all_the_same(world: World) -> None:
@@ -196,16 +156,17 @@ def test_it_stays_where_its_turn_is(world: World) -> None:
 
 
 def test_only_the_owner_says_so(world: World) -> None:
+    opened = open_session(world)
     with pytest.raises(StaleEpoch):
-        world.cluster.close_after("s", world.opened.epoch + 1, "k")
+        world.cluster.close_after("s", opened.epoch + 1, "k")
     assert world.store.load("s").closes_after is None
     world.cluster.close_session("s")
     with pytest.raises(SessionNotFound):
-        world.cluster.close_after("s", world.opened.epoch, "k")
+        world.cluster.close_after("s", opened.epoch, "k")
 
 
-def test_a_log_keeps_it_and_gives_it_to_no_fork(place: Place) -> None:
-    store = place()
+def test_a_log_keeps_it_and_gives_it_to_no_fork(log: LogSettings) -> None:
+    store = opened_log(log)
     opened = store.open(SESSION)
     assert store.find("s").closes_after is None
     for _ in range(2):
@@ -216,7 +177,7 @@ def test_a_log_keeps_it_and_gives_it_to_no_fork(place: Place) -> None:
     assert child.closes_after is None
     assert (store.load("s").closes_after, store.load("child").closes_after) == ("k", None)
     store.disconnect()
-    again = place()
+    again = opened_log(log)
     assert {entry.session_id: entry.closes_after for entry in list(again.load_all_entries())} == {
         "s": "k",
         "child": None,

@@ -17,6 +17,7 @@ from controllers.errors import (
     StoreError,
 )
 from controllers.records import Assignment, ReplicaStatus, SessionStatus, TurnRecord
+from controllers.settings import SqliteLogSettings
 from controllers.tokens import encode_tokens, unpack_tokens
 from tests.unit.controllers.measured import measured
 
@@ -53,7 +54,7 @@ def test_an_assignment_tells_how_old_its_session_is(world: World) -> None:
 
 
 def test_no_replica_leaves_no_session(tmp_path: Path, clock: ManualClock) -> None:
-    world = World(tmp_path / "empty.db", clock)
+    world = World(SqliteLogSettings(str(tmp_path / "empty.db")), clock)
     with pytest.raises(NoReplica):
         open_session(world)
     assert world.cluster.sessions() == list(world.store.load_all_entries()) == []

@@ -25,11 +25,6 @@ def status(replica_id: str, **fields: Any) -> ReplicaStatus:
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
 def cluster(tmp_path: Path, clock: ManualClock) -> Cluster:
     store = SqliteSessionStore(tmp_path / "log.sqlite3")
     return Cluster(ClusterSettings(replica_timeout_s=10.0), store, clock, clock)

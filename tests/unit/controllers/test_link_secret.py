@@ -8,18 +8,18 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from manual_clock import ManualClock
 from redis_server import RedisServer
+from session_logs import stored_bytes
 
 from controllers.cluster_actor import LINK_SECRET_BYTES, ClusterController
 from controllers.errors import StoreError
 from controllers.open_store import open_store
 from controllers.session_log.log_cipher import KEY_BYTES
 from controllers.session_log.store import SessionStore
-from controllers.settings import LOG_KEYS, ClusterSettings, LogSettings, RedisLogSettings, SqliteLogSettings
+from controllers.settings import LOG_KEYS, ClusterSettings, LogSettings, RedisLogSettings
 
 Create = Callable[[LogSettings, str], ClusterController]
 
@@ -65,26 +65,16 @@ async def test_another_cluster_on_the_same_log_has_a_secret_of_its_own(
         assert await create(log, "old").link_secret() == old
 
 
-def kept_bytes(log: LogSettings, server: RedisServer) -> bytes:
-    """Everything that the log has, as it is stored. (Redis: the strings.)"""
-    if isinstance(log, SqliteLogSettings):
-        folder = Path(log.path).parent
-        return b"".join(file.read_bytes() for file in sorted(folder.iterdir()))
-    with closing(server.client()) as client:
-        names = sorted(client.scan_iter(f"{log.prefix}*"))
-        return b"".join(client.get(name) or b"" for name in names if client.type(name) == b"string")
-
-
 async def test_in_an_encrypted_log_the_secret_is_encrypted_and_outlives_a_change_of_the_key(
-    log: LogSettings, create: Create, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    log: LogSettings, create: Create, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (base64.b64encode(os.urandom(KEY_BYTES)).decode() for _ in range(2))
     plain = await create(log, "plain").link_secret()
-    assert plain in kept_bytes(log, redis_server)
+    assert plain in stored_bytes(log)
     monkeypatch.setenv(LOG_KEYS, first)
     encrypted = replace(log, encrypted=True)
     secret = await create(encrypted, "cluster").link_secret()
-    assert secret not in kept_bytes(encrypted, redis_server)
+    assert secret not in stored_bytes(encrypted)
     for keys in (f"{second},{first}", second):  # each opening writes it under the first key
         monkeypatch.setenv(LOG_KEYS, keys)
         assert await create(encrypted, "cluster").link_secret() == secret

@@ -2,60 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-from manual_clock import ManualClock
-from store_turns import commit_turn
+from cluster_world import SILENCE_S, World, open_at_a
 
-from controllers.cluster import Cluster
 from controllers.errors import InvalidMove, NoReplica, SessionClosing, SessionNotFound, StaleEpoch, StoreError
-from controllers.records import ReplicaStatus, TurnRecord
-from controllers.session_log.sqlite_store import SqliteSessionStore
-from controllers.settings import ClusterSettings
-from controllers.tokens import encode_tokens, unpack_tokens
+from controllers.tokens import unpack_tokens
 from tests.unit.controllers.measured import measured
-from tests.unit.controllers.reporting import HeldSessions
-
-SILENCE_S = 9.0
-
-
-class World:
-    """Replica "a" owns session "s", which has two committed tokens. "b" has less free KV than "c"."""
-
-    def __init__(self, path: Path, clock: ManualClock) -> None:
-        self.clock = clock
-        self._held = HeldSessions()
-        self.store = SqliteSessionStore(path, clock=clock)
-        self.cluster = Cluster(ClusterSettings(replica_timeout_s=SILENCE_S), self.store, clock, clock)
-        self.beat("a", 3000)
-        self.cluster.open_session("s", "", None, None)
-        commit_turn(self.cluster, TurnRecord("s", 1, 0, 0, encode_tokens([1, 2]), 1, "key", b"result"))
-        self.beat("b", 1000)
-        self.beat("c", 2000)
-
-    def beat(self, replica_id: str, free_tokens: int) -> None:
-        self._held.beat(self.cluster, ReplicaStatus(replica_id, free_tokens, 3000))
-
-    def owner(self) -> tuple[str, int]:
-        (entry,) = self.cluster.sessions()
-        return entry.replica_id, entry.epoch
-
-    def pass_silently(self, *beating: str) -> None:
-        """Lets so much time pass that all replicas but these are gone."""
-        for _ in range(int(SILENCE_S) + 2):
-            self.clock.advance(1.0)
-            self.cluster.tick()
-            for name in beating:
-                self.beat(name, 1000)
 
 
 @pytest.fixture
-def world(tmp_path: Path, clock: ManualClock) -> Iterator[World]:
-    world = World(tmp_path / "sessions.db", clock)
-    yield world
-    world.store.disconnect()
+def world(world: World) -> World:
+    """Replica "a" owns session "s". "b" has less free KV than "c"."""
+    open_at_a(world)
+    world.beat("c", free_tokens=2000)
+    return world
+
+
+def pass_silently(world: World, *beating: str) -> None:
+    """Lets so much time pass that all replicas but these are gone."""
+    for _ in range(int(SILENCE_S) + 2):
+        world.clock.advance(1.0)
+        world.cluster.tick()
+        world.beat(*beating)
 
 
 @pytest.mark.parametrize(("to", "taker"), [("b", "b"), (None, "c")])
@@ -95,7 +63,7 @@ def test_an_unknown_replica_is_named(world: World) -> None:
 
 
 def test_one_that_is_gone_gets_none(world: World) -> None:
-    world.pass_silently("a", "c")
+    pass_silently(world, "a", "c")
     with pytest.raises(InvalidMove, match="'b'"):
         world.cluster.move_session("s", 1, "a", "b")
     assert world.owner() == ("a", 1)
@@ -110,7 +78,7 @@ def test_one_that_drains_gets_none(world: World) -> None:
 
 
 def test_without_another_replica_it_stays(world: World) -> None:
-    world.pass_silently("a")
+    pass_silently(world, "a")
     with pytest.raises(NoReplica):
         world.cluster.move_session("s", 1, "a", None)
     assert world.owner() == ("a", 1)

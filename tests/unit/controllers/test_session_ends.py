@@ -10,6 +10,7 @@ from controllers import session_ends
 from controllers.errors import StoreError
 from controllers.records import ForkOrder, SessionStatus
 from controllers.session_log.log_cipher import KEY_BYTES, LogCipher
+from tests.unit.controllers.measured import measured
 
 
 def test_expiry_of_sessions_whose_owner_is_gone(world: World) -> None:
@@ -122,12 +123,7 @@ def _open_broken(world: World, *names: str) -> None:
 
 
 def _close_errors(world: World) -> float:
-    (errors,) = (
-        each.value
-        for each in world.cluster.measures()
-        if each.name == "controller_store_errors" and ("operation", "close") in each.labels
-    )
-    return errors
+    return measured(world.cluster, "controller_store_errors", operation="close")
 
 
 def test_a_session_that_cannot_be_deleted_keeps_no_other_from_ending(

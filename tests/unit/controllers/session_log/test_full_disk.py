@@ -4,20 +4,17 @@ is room."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cluster_world import World
 from full_disk import full_disk
 from manual_clock import ManualClock
-from store_turns import SESSION, append_turn, history_of, turn_of
+from store_turns import OTHER, SESSION, append_turn, history_of, of_other, turn_of
 
 from controllers.errors import StoreError
-from controllers.records import TurnRecord
 from controllers.session_log.sqlite_store import SqliteSessionStore
 
-OTHER = replace(SESSION, session_id="other", open_key="p")
 LONG = list(range(100_000))
 
 
@@ -31,10 +28,6 @@ def store(path: Path, clock: ManualClock) -> Iterator[SqliteSessionStore]:
     store = SqliteSessionStore(path, clock=clock)
     yield store
     store.disconnect()
-
-
-def of_other(record: TurnRecord) -> TurnRecord:
-    return replace(record, session_id="other")
 
 
 def test_every_change_is_refused_and_nothing_is_lost(store: SqliteSessionStore) -> None:

@@ -10,15 +10,14 @@ from dataclasses import replace
 import pytest
 from manual_clock import ManualClock
 from redis_server import CLUSTER, RedisServer
-from store_turns import SESSION, append_turn, history_of, turn_of
+from store_turns import OTHER, SESSION, append_turn, history_of, of_other, turn_of
 
 from controllers.cluster import Cluster
 from controllers.errors import StoreError
-from controllers.records import ReplicaStatus, TurnRecord
+from controllers.records import ReplicaStatus
 from controllers.session_log.redis_store import RedisSessionStore
 from controllers.settings import ClusterSettings
 
-OTHER = replace(SESSION, session_id="other", open_key="p")
 TOKENS = list(range(2000))
 ROOM_BYTES = 4 * 1024 * 1024
 
@@ -45,10 +44,6 @@ def redis() -> Iterator[FullRedis]:
     made = FullRedis()
     yield made
     made.stop()
-
-
-def of_other(record: TurnRecord) -> TurnRecord:
-    return replace(record, session_id="other")
 
 
 def turns_until_it_is_full(store: RedisSessionStore) -> tuple[int, str | None]:

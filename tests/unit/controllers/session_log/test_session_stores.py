@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from manual_clock import ManualClock
-from redis_server import CLUSTER, RedisServer
+from session_logs import opened_log
 from store_turns import SESSION, append_turn, history_of, turn_of
 
 from controllers.errors import IdempotencyConflict, InvalidFork, SessionExists, SessionNotFound, StaleEpoch
@@ -16,23 +15,18 @@ from controllers.records import LedgerEntry, StoredResult, TurnRecord
 from controllers.session_keys import tenant_in
 from controllers.session_log.kept_answers import KEPT_ANSWERS
 from controllers.session_log.log_cipher import KEY_BYTES, LogCipher
-from controllers.session_log.redis_store import RedisSessionStore
-from controllers.session_log.sqlite_store import SqliteSessionStore
 from controllers.session_log.store import SessionStore
+from controllers.settings import LogSettings
 from controllers.tokens import encode_tokens, unpack_tokens
 
 Place = Callable[[ManualClock], SessionStore]
 """Opens the log of a place. It is the same log each time."""
 
 
-@pytest.fixture(params=["sqlite", "redis", "encrypted sqlite", "encrypted redis"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    cipher = LogCipher([b"k" * KEY_BYTES], encrypts="encrypted" in request.param)
-    if "sqlite" in request.param:
-        return lambda clock: SqliteSessionStore(tmp_path / "sessions.db", clock=clock, cipher=cipher)
-    server: RedisServer = request.getfixturevalue("redis_server")
-    log = server.log()
-    return lambda clock: RedisSessionStore(log, CLUSTER, clock=clock, cipher=cipher)
+@pytest.fixture(params=["plain", "encrypted"])
+def place(request: pytest.FixtureRequest, log: LogSettings) -> Place:
+    cipher = LogCipher([b"k" * KEY_BYTES], encrypts=request.param == "encrypted")
+    return lambda clock: opened_log(log, clock, cipher)
 
 
 @pytest.fixture

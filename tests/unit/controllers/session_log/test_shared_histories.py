@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import pytest
-from redis_server import CLUSTER, RedisServer
+from session_logs import opened_log, stored_bytes
 from store_turns import SESSION, append_turn, history_of, turn_of
 
 from controllers.session_log.log_cipher import KEY_BYTES, LogCipher
-from controllers.session_log.redis_store import RedisSessionStore
-from controllers.session_log.sqlite_store import SqliteSessionStore
 from controllers.session_log.store import SessionStore
+from controllers.settings import LogSettings
 from controllers.tokens import TOKEN_BYTES, encode_tokens
 
 Seen = Callable[[], bytes]
@@ -25,46 +23,16 @@ TOKENS = [random.randrange(2**31, 2**32) for random in [Random(7)] for _ in rang
 CIPHERS = [LogCipher(), LogCipher([bytes(KEY_BYTES)], encrypts=True)]
 
 
-def sqlite_bytes(folder: Path) -> bytes:
-    return b"".join(file.read_bytes() for file in sorted(folder.iterdir()))
-
-
-def redis_bytes(server: RedisServer, name: str) -> bytes:
-    found = []
-    with server.client() as client:
-        for key in client.scan_iter(f"kedge:{{{name}}}:*"):
-            match client.type(key):
-                case b"string":
-                    found.append(client.get(key))
-                case b"hash":
-                    found += [part for pair in client.hgetall(key).items() for part in pair]
-    return b" ".join(found)
-
-
-@pytest.fixture(params=["sqlite", "redis"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Callable[..., SessionStore], Seen]]:
-    if request.param == "sqlite":
-        path = tmp_path / "folder" / "sessions.db"
-        yield lambda cipher: SqliteSessionStore(path, cipher=cipher), lambda: sqlite_bytes(path.parent)
-        return
-    server: RedisServer = request.getfixturevalue("redis_server")
-    settings = server.log()
-    yield (
-        lambda cipher: RedisSessionStore(settings, CLUSTER, cipher=cipher),
-        lambda: redis_bytes(server, settings.name),
-    )
-
-
 @pytest.fixture
-def store(log: tuple[Callable[..., SessionStore], Seen]) -> Iterator[SessionStore]:
-    store = log[0](LogCipher())
+def store(log: LogSettings) -> Iterator[SessionStore]:
+    store = opened_log(log)
     yield store
     store.disconnect()
 
 
 @pytest.fixture
-def seen(log: tuple[Callable[..., SessionStore], Seen]) -> Seen:
-    return log[1]
+def seen(log: LogSettings) -> Seen:
+    return lambda: stored_bytes(log)
 
 
 def left_of(seen: Seen, tokens: list[int]) -> list[int]:
@@ -190,12 +158,9 @@ def test_forks_of_forks_end_in_any_order(store: SessionStore, seen: Seen) -> Non
     assert not left_of(seen, TOKENS)
 
 
-def test_an_encrypted_log_tells_nothing_of_what_was_said(
-    log: tuple[Callable[..., SessionStore], Seen],
-) -> None:
-    opened, seen = log
+def test_an_encrypted_log_tells_nothing_of_what_was_said(log: LogSettings, seen: Seen) -> None:
     for cipher in CIPHERS:
-        store = opened(cipher)
+        store = opened_log(log, cipher=cipher)
         epoch = store.open(SESSION).epoch
         said = turn_of(0, 0, TOKENS, epoch=epoch, idempotency_key="k", result=b"answered", digest="wanted")
         said = replace(said, note=b"spoken")
