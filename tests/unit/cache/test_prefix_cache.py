@@ -203,18 +203,6 @@ def test_without_prefix_cache_nothing_is_shared() -> None:
     assert books.accounts().free == 32
 
 
-def test_namespaces_are_apart() -> None:
-    books = Books.make(4)
-    tokens = tokens_from(0, 16)
-    books.run_plain(tokens, namespace="a")
-    assert books.match(None, tokens, namespace="a").prefix_len == 12
-    assert books.match(None, tokens, namespace="b").prefix_len == 0
-    kv = books.begin(None, tokens, namespace="b")
-    books.fill(kv, 16)
-    books.sessions.finish(kv, tokens)
-    assert counts(books) == (8, 0, 0)
-
-
 def test_only_a_sequence_in_flight_can_be_parked() -> None:
     books = Books.make(4)
     with pytest.raises(KeyError):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from manual_clock import ManualClock
 from session_book import make_chain
-from store_turns import append_turn, commit_turn
+from store_turns import commit_turn
 
 from controllers.cluster import Cluster
 from controllers.errors import (
@@ -41,65 +41,6 @@ def store(tmp_path: Path, clock: ManualClock) -> Iterator[SqliteSessionStore]:
     store = SqliteSessionStore(tmp_path / "sessions.db", clock=clock)
     yield store
     store.disconnect()
-
-
-def _append(
-    store: SqliteSessionStore, session_id: str, index: int, start_len: int, tokens: list[int]
-) -> None:
-    append_turn(store, TurnRecord(session_id, 1, index, start_len, encode_tokens(tokens), len(tokens)))
-
-
-def _tokens(store: SqliteSessionStore, session_id: str) -> list[int]:
-    return unpack_tokens(store.load(session_id).history).tolist()
-
-
-@pytest.fixture
-def parent(store: SqliteSessionStore) -> SqliteSessionStore:
-    """A parent of seven tokens in three turns. The second turn rewound."""
-    store.open(PARENT)
-    _append(store, "p", 0, 0, [1, 2, 3, 4])
-    _append(store, "p", 1, 2, [13, 14])
-    _append(store, "p", 2, 4, [5, 6, 7])
-    return store
-
-
-@pytest.mark.parametrize("length", range(8))
-def test_the_log_gives_the_child_a_prefix(parent: SqliteSessionStore, length: int) -> None:
-    forked = parent.fork("p", length, CHILD)
-    child = parent.load("c")
-    assert unpack_tokens(child.history).tolist() == [1, 2, 13, 14, 5, 6, 7][:length]
-    assert (child.turns, child.results) == (0, ())
-    (entry,) = [entry for entry in list(parent.load_all_entries()) if entry.session_id == "c"]
-    assert entry == forked
-    assert (entry.tokens, entry.turns, entry.timeout_s, entry.open_key) == (length, 0, 40.0, "k")
-
-
-def test_parent_and_child_go_their_own_ways(parent: SqliteSessionStore) -> None:
-    parent.fork("p", 5, CHILD)
-    _append(parent, "c", 0, 5, [21])
-    _append(parent, "c", 1, 3, [22])
-    _append(parent, "p", 3, 7, [8])
-    parent.fork("c", 4, replace(CHILD, session_id="g"))
-    assert _tokens(parent, "c") == [1, 2, 13, 22]
-    assert parent.close("p")
-    assert _tokens(parent, "g") == [1, 2, 13, 22]
-    assert parent.close("c")
-    _append(parent, "g", 0, 0, [9])
-    assert _tokens(parent, "g") == [9]
-    _append(parent, "g", 1, 1, [10])
-    assert _tokens(parent, "g") == [9, 10]
-
-
-def test_forks_that_the_log_refuses_change_nothing(parent: SqliteSessionStore) -> None:
-    for length in (-1, 8):
-        with pytest.raises(InvalidFork, match="history has 7 tokens"):
-            parent.fork("p", length, CHILD)
-    with pytest.raises(SessionNotFound):
-        parent.fork("x", 0, CHILD)
-    with pytest.raises(SessionExists):
-        parent.fork("p", 3, replace(CHILD, session_id="p"))
-    assert [entry.session_id for entry in list(parent.load_all_entries())] == ["p"]
-    assert _tokens(parent, "p") == [1, 2, 13, 14, 5, 6, 7]
 
 
 # The cluster controller

@@ -326,7 +326,7 @@ def test_forks(store: SessionStore) -> None:
     append_turn(store, turn_of(1, 1, [4]))
     child = replace(SESSION, session_id="child", open_key=None)
     for length in (-1, 3):
-        with pytest.raises(InvalidFork):
+        with pytest.raises(InvalidFork, match="history has 2 tokens"):
             store.fork("s", length, child)
     assert store.fork("s", 2, child) == store.find("child")
     assert store.find("child").tokens == 2
