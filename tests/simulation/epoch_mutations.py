@@ -13,12 +13,12 @@ from unittest.mock import patch
 
 from msgspec import structs
 
-import controllers.cluster
+import controllers.session_log.redis_store
 import controllers.session_log.sqlite_store
 import serving.front.turn_dispatch
 import serving.replica.turn_runner
 from controllers.cluster import Cluster
-from controllers.records import Assignment, LedgerEntry, TurnRecord
+from controllers.records import LedgerEntry, TurnRecord
 from controllers.session import SessionController
 from serving.background import BackgroundTasks
 from serving.front.turn_dispatch import TurnDispatcher
@@ -30,19 +30,18 @@ Patches = list[Any]
 def _moves_keep_the_epoch() -> Patches:
     """A session gets another owner at the same epoch."""
 
-    def move_to(self: Cluster, entry: LedgerEntry, replica_id: str) -> Assignment:
+    def move_to(self: Cluster, entry: LedgerEntry, replica_id: str) -> None:
         self._store.assign(entry.session_id, replica_id, entry.epoch)
         moved = self._ledger.transfer(entry.session_id, replica_id)
-        moved = self._ledger._put(replace(moved, epoch=entry.epoch))
-        return controllers.cluster._assignment(moved, fresh=True)
+        self._ledger._put(replace(moved, epoch=entry.epoch), moved)
+
+    def changes_owner(entry: LedgerEntry, replica_id: str, _epoch: int) -> bool:
+        return entry.replica_id != replica_id
 
     return [
         patch.object(Cluster, "_move_to", move_to),
-        patch.object(
-            controllers.session_log.sqlite_store,
-            "changes_owner",
-            lambda entry, replica_id, _epoch: entry.replica_id != replica_id,
-        ),
+        patch.object(controllers.session_log.sqlite_store, "changes_owner", changes_owner),
+        patch.object(controllers.session_log.redis_store, "changes_owner", changes_owner),
     ]
 
 

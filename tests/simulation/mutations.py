@@ -28,6 +28,7 @@ from controllers.held_session import HeldSession
 from controllers.ownership import OwnershipLedger
 from controllers.records import LedgerEntry, SessionRecord, StoredResult, TurnRecord
 from controllers.session import SessionController
+from controllers.session_log import log_rules
 from controllers.turns import Turn
 from serving.front.turn_progress import TurnProgress
 from serving.replica.empty_turns import EmptyTurns
@@ -137,12 +138,11 @@ def _next_turn(record: TurnRecord, find: Callable[[str], LedgerEntry]) -> TurnRe
 
 def _log_fences_nothing() -> Patches:
     """The log takes a turn of any epoch at any place, so a former owner overwrites later turns."""
-    real = controllers.session_log.sqlite_store.adds_turn
 
     def adds_turn(entry: Any, record: TurnRecord, is_last: Callable[[], bool]) -> bool:
         if record.turn_index < entry.turns:
             return False  # taken for a repetition
-        return real(entry, replace(record, epoch=entry.epoch), is_last)
+        return log_rules.adds_turn(entry, replace(record, epoch=entry.epoch), is_last)
 
     def fence(self: OwnershipLedger, session_id: str, _epoch: int, _replica_id: str | None = None) -> Any:
         return self.get(session_id)
