@@ -213,14 +213,23 @@ class Clients:
                 return
             assert isinstance(event, TurnEvent)
             answer.tokens += event.token_ids
-            if event.turn_index is not None:
-                answer.turn_index, answer.open_key = event.turn_index, event.open_key
+            self._read_place(answer, event)
             if event.error is not None:
                 answer.error = event.error
             if event.finish is not None:
                 answer.finish = event.finish.reason
         if answer.error is None and answer.finish is None:
             self._truth.wrong("an answer ended without an end")
+
+    def _read_place(self, answer: Answer, event: TurnEvent) -> None:
+        """Which turn of which session this is. An answer from the log does not name the session."""
+        if event.turn_index is None:
+            return
+        if answer.turn_index not in (None, event.turn_index):
+            self._truth.wrong(f"told as turn {answer.turn_index}, and then as turn {event.turn_index}")
+        if None not in (answer.open_key, event.open_key) and answer.open_key != event.open_key:
+            self._truth.wrong(f"told of session {answer.open_key}, and then of {event.open_key}")
+        answer.turn_index, answer.open_key = event.turn_index, event.open_key
 
     def _check(self, asked: Asked, before: Life | None, answer: Answer) -> None:
         life = None if asked.session_id is None else self._store.living.get(asked.session_id)

@@ -79,6 +79,16 @@ MAY_CUT_STREAMS = frozenset({"freeze controller", "stall engine", "repeats"})
 """Kinds of PLANNED after which a turn may outlast the time that its replica has to end it, or may be told to go on
 elsewhere."""
 
+OVERTAKEN_SHARE = 0.06
+"""Share of the schedules in which sessions go on without a turn whose client still waits: with its next turn, or under
+another session of the same name. Its front end stands still while its replica dies, and asks for it again too late."""
+LONG_SHARE = 0.4
+"""Share of the schedules with planned changes in which answers last. A change costs nothing where no turn is under
+way."""
+LASTING = {"slowness": 30}
+"""The settings of both. An answer takes about a second."""
+OVERTAKEN_S = 4.0
+
 UNDISTURBED = (
     ("replicas", 2),
     ("ingresses", 2),
@@ -170,6 +180,10 @@ class Schedule:
 
 def make_schedule(seed: int, turns: int = 20) -> Schedule:
     """A schedule of about `turns` turns. In part of the schedules sessions move often and are often rewound."""
+    random = Random(f"late {seed}")
+    if random.random() < OVERTAKEN_SHARE:
+        return _overtaken(random, seed, turns)
+    long = random.random() < LONG_SHARE
     random = Random(f"schedule {seed}")
     share = random.random()
     moving, planned = share < 0.4, share >= 0.85
@@ -180,6 +194,8 @@ def make_schedule(seed: int, turns: int = 20) -> Schedule:
     faults = (random.randint(3, 8) if moving else random.choice((0, 1, 2, 3, 4, 6))) + turns // 50
     kinds = MOVES if moving else PLANNED if planned else FAULTS
     settings = _settings(random)
+    if planned and long:
+        settings, ops = _with(settings, LASTING), tuple(map(_long, ops))
     wrong = [_fault(random, kinds, end_s) for _ in range(faults)]
     random = Random(f"log {seed}")
     redis = random.random() < REDIS_SHARE
@@ -194,6 +210,37 @@ def make_schedule(seed: int, turns: int = 20) -> Schedule:
         ops,
         tuple(sorted(wrong, key=lambda fault: fault.at_s)),
     )
+
+
+def _overtaken(random: Random, seed: int, turns: int) -> Schedule:
+    """Clients do not wait for their long answers. Several times a front end stands still while a replica dies."""
+    clients = tuple(_impatient(random, max(1, turns // 4)) for _ in range(4))
+    end_s = max(sum(op.think_s for op in some) for some in clients)
+    wrong: list[Fault] = []
+    for begin_s in range(1, max(2, int(end_s)), int(2 * OVERTAKEN_S)):
+        at_s = begin_s + random.uniform(0.0, 2.0)
+        wrong.append(Fault(at_s, "freeze ingress", random.randrange(2), OVERTAKEN_S, 0, 0.0))
+        wrong.append(Fault(at_s + random.uniform(0.0, 0.5), "kill replica", random.randrange(2), 0.0, 0, 0.0))
+    return Schedule(seed, _with(UNDISTURBED, LASTING), clients, tuple(wrong))
+
+
+def _impatient(random: Random, turns: int) -> tuple[Op, ...]:
+    ops: list[Op] = []
+    while sum(isinstance(op, Turn) for op in ops) < turns:
+        ops.append(Turn(random.expovariate(1.0), random.randint(1, 6), 8, beside=True))
+        if random.random() < 0.5:
+            ops.append(Turn(random.expovariate(2.0), random.randint(1, 6), 2))
+        else:
+            ops += [Close(random.expovariate(2.0)), Open(random.expovariate(5.0))]
+    return tuple(ops)
+
+
+def _long(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    return tuple(replace(op, most=8) if isinstance(op, Turn) else op for op in ops)
+
+
+def _with(settings: tuple[tuple[str, Any], ...], changes: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, changes.get(name, value)) for name, value in settings)
 
 
 def _settings(random: Random) -> tuple[tuple[str, Any], ...]:
