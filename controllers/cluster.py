@@ -84,14 +84,13 @@ class Cluster:
         self.watch = ClusterWatch(self._ledger, self._replicas, clock)
         self._claims = SessionClaims(self._ledger, store, self._stats, self.watch)
         self.commits = Commits(self._ledger, self._claims, store, self._stats)
-        self.notes = SessionNotes(self._ledger, self._claims, store, self._stats)
+        self.notes = SessionNotes(self._ledger, self._claims)
         self._rebalancing = self._rebalancing_by(settings)
         self._ends = SessionEnds(
             self._ledger,
             self._claims,
             self._replicas,
             self._reports,
-            store,
             self._stats,
             self.watch,
             clock,
@@ -332,8 +331,8 @@ class Cluster:
         """Records that the session is to be closed when the turn with this idempotency key has ended, whoever owns it
         then. The owner calls this while that turn is in flight. Raises SessionNotFound and StaleEpoch."""
         self._claims.fence(session_id, epoch)
-        with self._claims.changing(session_id), self._stats.timed("close_after"):
-            self._store.close_after(session_id, turn_key)
+        with self._claims.changing(session_id, "close_after") as store:
+            store.close_after(session_id, turn_key)
         self._ledger.close_after(session_id, turn_key)
 
     def expire_idle(self) -> list[str]:
@@ -385,8 +384,8 @@ class Cluster:
             self._stats.count("unheard_owners", self._replicas.unheard(entry.replica_id))
         if self._clock() - entry.last_used_s > _TOUCH_LOG_AFTER_S:
             # This only restarts the idle clock: while the log is away, turns still reach a known owner.
-            with suppress(StoreError), self._claims.changing(session_id), self._stats.timed("touch"):
-                self._store.touch(session_id, self._clock())
+            with suppress(StoreError), self._claims.changing(session_id, "touch") as store:
+                store.touch(session_id, self._clock())
         return self._assignment(self._ledger.touch(session_id), fresh=claimed or moves)
 
     def _assignment(self, entry: LedgerEntry, *, fresh: bool) -> Assignment:
@@ -421,8 +420,8 @@ class Cluster:
         return self._ledger.get(order.child_id).record()
 
     def _move_to(self, entry: LedgerEntry, replica_id: str) -> None:
-        with self._claims.changing(entry.session_id), self._stats.timed("assign"):
-            self._store.assign(entry.session_id, replica_id, entry.epoch + 1)
+        with self._claims.changing(entry.session_id, "assign") as store:
+            store.assign(entry.session_id, replica_id, entry.epoch + 1)
         self._replicas.assign_tokens(replica_id, entry.tokens + self._settings.placement_tokens)
         self._stats.count("transfers")
         self._ledger.transfer(entry.session_id, replica_id)

@@ -66,12 +66,12 @@ class Commits:
             return [error] * len(records)
 
     def _noted(self, record: TurnRecord, outcome: Outcome) -> Outcome:
-        try:
-            with self._claims.changing(record.session_id):
-                if outcome is not None:
-                    raise outcome
-        except ControllerError as refusal:
-            return refusal
+        if outcome is not None:
+            try:
+                self._claims.refused(record.session_id, outcome)
+            except StoreError as error:
+                return error
+            return outcome
         if (
             record.session_id in self._ledger
         ):  # else another turn of the group showed that it is another cluster's now

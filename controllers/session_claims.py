@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from controllers.cluster_stats import ClusterStats
 from controllers.cluster_watch import ClusterWatch
-from controllers.errors import SessionNotFound, SessionTakenOver, StaleEpoch
+from controllers.errors import ControllerError, SessionNotFound, SessionTakenOver, StaleEpoch
 from controllers.ownership import OwnershipLedger
 from controllers.records import LedgerEntry, SessionRecord
 from controllers.session_keys import named, tenant_in
@@ -64,24 +64,30 @@ class SessionClaims:
     def load(self, session_id: str, epoch: int) -> SessionRecord:
         """A session of this cluster with its history. Raises SessionNotFound, and StaleEpoch if the log has another
         epoch than the ledger: the session then leaves the ledger, and its next turn claims it."""
-        with self.changing(session_id), self._stats.timed("load"):
-            record = self._store.load(session_id)
+        with self.changing(session_id, "load") as store:
+            record = store.load(session_id)
             if record.epoch != epoch:
                 raise StaleEpoch(f"the log has {named(session_id)} at epoch {record.epoch}, not {epoch}")
             return record
 
     @contextmanager
-    def changing(self, session_id: str) -> Iterator[None]:
-        """Wraps a change of a session of this cluster. The session leaves the ledger if it turns out to be another
-        cluster's, or closed."""
+    def changing(self, session_id: str, operation: str) -> Iterator[SessionStore]:
+        """Lends the log for a change of a session of this cluster, which is timed as `operation`."""
         try:
-            yield
-        except (SessionTakenOver, SessionNotFound):  # not found: another cluster took it and closed it
-            self._drop(session_id)
+            with self._stats.timed(operation):
+                yield self._store
+        except ControllerError as refusal:
+            self.refused(session_id, refusal)
             raise
-        except StaleEpoch:  # log and ledger differ: a failover of Redis lost changes of the log
-            self.still_held(session_id)
-            raise
+
+    def refused(self, session_id: str, refusal: ControllerError) -> None:
+        """Notes that the log has refused a change. The session leaves the ledger if it turns out to be another
+        cluster's, or closed."""
+        match refusal:
+            case SessionTakenOver() | SessionNotFound():  # not found: another cluster took it and closed it
+                self._drop(session_id)
+            case StaleEpoch():  # log and ledger differ: a failover of Redis lost changes of the log
+                self.still_held(session_id)
 
     def still_held(self, session_id: str) -> bool:
         """True if the ledger has the session and the log agrees. Otherwise it leaves the ledger."""

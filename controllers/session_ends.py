@@ -14,7 +14,6 @@ from controllers.records import LedgerEntry
 from controllers.replicas import ReplicaDirectory
 from controllers.session_claims import SessionClaims
 from controllers.session_keys import named
-from controllers.session_log.store import SessionStore
 from controllers.session_reports import ReportReader
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,6 @@ class SessionEnds:
         claims: SessionClaims,
         replicas: ReplicaDirectory,
         reports: ReportReader,
-        store: SessionStore,
         stats: ClusterStats,
         watch: ClusterWatch,
         clock: Callable[[], float],
@@ -54,7 +52,6 @@ class SessionEnds:
         self._claims = claims
         self._replicas = replicas
         self._reports = reports
-        self._store = store
         self._stats = stats
         self._watch = watch
         self._clock = clock
@@ -65,8 +62,8 @@ class SessionEnds:
 
     def end(self, session_id: str, why: str = "") -> bool:
         """Deletes the session. False if it was not in the log any more."""
-        with self._claims.changing(session_id), self._stats.timed("close"):
-            closed = self._store.close(session_id)
+        with self._claims.changing(session_id, "close") as store:
+            closed = store.close(session_id)
         self._ledger.expire(session_id)
         self._watch.closed(session_id, why)
         return closed

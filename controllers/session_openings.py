@@ -81,8 +81,8 @@ class SessionOpenings:
         """Opens the child of a session of this log, with the parent's first `length` tokens. Raises SessionExists,
         InvalidFork, InvalidTimeout and Overloaded."""
         child = self._child(parent.record(), order, length)
-        with self._claims.changing(parent.session_id), self._stats.timed("fork"):
-            forked = self._store.fork(parent.session_id, length, child)
+        with self._claims.changing(parent.session_id, "fork") as store:
+            forked = store.fork(parent.session_id, length, child)
         self._forked(forked, parent.session_id)
 
     def copy_for_fork(self, parent: LedgerEntry, length: int) -> ForkedHistory:
