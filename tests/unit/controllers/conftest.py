@@ -1,13 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from cluster_world import World
 from manual_clock import ManualClock
-from redis_server import RedisServer
+from redis_server import CLUSTER, RedisServer
 
+from controllers.open_store import open_store
+from controllers.session_log.store import SessionStore
 from controllers.settings import LogSettings, SqliteLogSettings
 
 
@@ -40,3 +42,19 @@ def log(request: pytest.FixtureRequest, tmp_path: Path) -> LogSettings:
         return SqliteLogSettings(str(tmp_path / "sessions.db"))
     server: RedisServer = request.getfixturevalue("redis_server")
     return server.log()
+
+
+@pytest.fixture
+def reopen(log: LogSettings, clock: ManualClock) -> Iterator[Callable[[], SessionStore]]:
+    """Opens the log as a restarted controller does."""
+    stores: list[SessionStore] = []
+
+    def reopened() -> SessionStore:
+        for store in stores:
+            store.disconnect()
+        stores[:] = [open_store(log, CLUSTER, clock)]
+        return stores[0]
+
+    yield reopened
+    for store in stores:
+        store.disconnect()

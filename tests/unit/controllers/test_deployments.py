@@ -4,7 +4,7 @@ restart."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -29,22 +29,6 @@ from controllers.settings import (
 
 OLD = ClusterSettings(max_sessions=1, session_timeout_s=5.0, rebalancing=None)
 NEW = ClusterSettings(max_sessions=2, session_timeout_s=60.0, rebalancing=RebalancingSettings(5.0, 9.0))
-
-
-@pytest.fixture
-def reopen(log: LogSettings, clock: ManualClock) -> Iterator[Callable[[], SessionStore]]:
-    """Opens the log as a restarted controller does."""
-    stores: list[SessionStore] = []
-
-    def reopened() -> SessionStore:
-        for store in stores:
-            store.disconnect()
-        stores[:] = [open_store(log, "cluster", clock)]
-        return stores[0]
-
-    yield reopened
-    for store in stores:
-        store.disconnect()
 
 
 def test_an_earlier_deployment_never_comes_back(log: LogSettings, reopen: Callable[[], SessionStore]) -> None:

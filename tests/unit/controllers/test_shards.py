@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -30,22 +30,6 @@ OTHER_NUMBERS = [(1, 3), (3, 1), (2, 3)]
 
 def opened(log: LogSettings, shards: int, shard: int = 0) -> SessionStore:
     return open_store(replace(log, shards=shards, shard=shard), "cluster", lambda: 5.0)
-
-
-@pytest.fixture
-def reopened(log: LogSettings) -> Iterator[Callable[[], SessionStore]]:
-    """Opens the log again, as a restarted controller does."""
-    stores: list[SessionStore] = []
-
-    def reopen() -> SessionStore:
-        for store in stores:
-            store.disconnect()
-        stores[:] = [opened(log, 1)]
-        return stores[0]
-
-    yield reopen
-    for store in stores:
-        store.disconnect()
 
 
 def test_a_session_stays_at_its_shard() -> None:
@@ -128,14 +112,14 @@ def test_a_running_controller_does_not_change_its_number(log: LogSettings, befor
     store.disconnect()
 
 
-def test_a_copied_history_is_a_sessions_own(reopened: Callable[[], SessionStore]) -> None:
+def test_a_copied_history_is_a_sessions_own(reopen: Callable[[], SessionStore]) -> None:
     """A fork of another shard's session: its log has nothing of the parent."""
     place = Checkpoint(1, b"digest", 2)
     note = TurnNote(-1, 0, 2, 4, place, True, b"hello")
     record = replace(SESSION, history=encode_tokens([1, 2, 3, 4]), tools="t")
-    added = reopened().open(record, [note])
+    added = reopen().open(record, [note])
     assert (added.epoch, added.num_tokens) == (1, 4)
-    store = reopened()
+    store = reopen()
     (entry,) = store.load_all_entries()
     assert (entry.tokens, entry.turns) == (4, 0)
     loaded = store.load("s")
@@ -148,4 +132,4 @@ def test_a_copied_history_is_a_sessions_own(reopened: Callable[[], SessionStore]
     assert store.close("s")
     assert history_of(store, "child") == [1, 2, 3]
     assert store.close("child")
-    assert list(reopened().load_all_entries()) == []
+    assert list(reopen().load_all_entries()) == []
