@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -59,6 +60,26 @@ class BackgroundTasks:
         waiting = self._tasks.pop(task)
         if not waiting and not task.cancelled() and (error := task.exception()) is not None:
             logger.error("background work failed", exc_info=error)
+
+
+class TasksByKey(Generic[K, T]):
+    """Tasks under way, by key. Each is forgotten once it is done."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[K, asyncio.Task[T]] = {}
+
+    def get(self, key: K) -> asyncio.Task[T] | None:
+        return self._tasks.get(key)
+
+    def put(self, key: K, task: asyncio.Task[T]) -> asyncio.Task[T]:
+        """Keeps the task under `key`, and returns it."""
+        self._tasks[key] = task
+        task.add_done_callback(lambda _: self._forget(key, task))
+        return task
+
+    def _forget(self, key: K, task: asyncio.Task[T]) -> None:
+        if self._tasks.get(key) is task:
+            del self._tasks[key]
 
 
 async def _repeat(interval_s: float, work: Callable[[], Awaitable[None]], timeout_s: float) -> None:

@@ -2,7 +2,9 @@
 
     UP --order, or the controller says so--> DRAINING --no session, no call--> DRAINED
 
-There is no way back, and it does not matter who asked: an operator, Serve's end of the replica, or the controller.
+While it drains it gets no more sessions, and hands over those that it has. Once drained, it has none left, every call
+is answered, and it is to be replaced. There is no way back, and it does not matter who asked: an operator, Serve's end
+of the replica, or the controller.
 
 A session moves without its KV: its next owner computes its history before the first token. If all sessions moved at
 once, each would wait for the histories of the others. So those in use move one at a time. The next one may go when the
@@ -15,13 +17,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from enum import Enum
 
 from controllers.errors import ControllerError, SessionMoved
 from controllers.records import SessionStatus
 from controllers.session import SessionController
 from controllers.session_keys import named
-from serving.background import BackgroundTasks
 from serving.replica.session_host import SessionHost
 from serving.replica.session_offers import Offered, SessionOffers
 from serving.wire.controller_calls import ControllerCalls
@@ -36,15 +36,6 @@ DRAIN_AGAIN_S = 1.0
 yet by a controller that has just started."""
 LAST_ANSWERS_S = 1.0
 """How long the last answer may be on its way. The replica leaves only after that, since front ends then leave it."""
-
-
-class DrainState(Enum):
-    """DRAINING: it gets no more sessions, and hands over those that it has. DRAINED: it has none left, every call is
-    answered, and it is to be replaced."""
-
-    UP = "up"
-    DRAINING = "draining"
-    DRAINED = "drained"
 
 
 class HandOvers:
@@ -103,7 +94,6 @@ class ReplicaDrain:
         sessions: SessionController,
         offers: SessionOffers,
         controller: ControllerCalls,
-        tasks: BackgroundTasks,
         *,
         calls: Callable[[], int],
         clock: Callable[[], float],
@@ -115,7 +105,6 @@ class ReplicaDrain:
         self._sessions = sessions
         self._offers = offers
         self._controller = controller
-        self._tasks = tasks
         self._calls = calls
         self._clock = clock
         self._tokens_per_s = tokens_per_s
@@ -124,15 +113,14 @@ class ReplicaDrain:
         self._hand_overs: HandOvers | None = None  # None: it does not drain
 
     @property
-    def state(self) -> DrainState:
-        if self._hand_overs is None:
-            return DrainState.UP
-        return DrainState.DRAINED if self._hand_overs.ended else DrainState.DRAINING
-
-    @property
     def draining(self) -> bool:
         """Whether the drain has begun. It never ends otherwise than with the replica."""
         return self._hand_overs is not None
+
+    @property
+    def drained(self) -> bool:
+        """Whether the drain has ended: the replica is to be replaced."""
+        return self._hand_overs is not None and self._hand_overs.ended
 
     @property
     def emptied(self) -> bool:
@@ -184,8 +172,7 @@ class ReplicaDrain:
             status = self._sessions.status(session_id)  # it may have changed while others were offered
             if status is None or shard in silent or not self._may_go(status, self._hand_overs):
                 continue
-            handing_over = self._tasks.start(self._hand_over(session_id, status.epoch))
-            offered = await self._host.handed_over(session_id, handing_over)
+            offered = await self._host.handed_over(session_id, self._hand_over(session_id, status.epoch))
             self._hand_overs.no_taker = offered is Offered.NO_TAKER
             if offered is Offered.NO_TAKER:
                 return  # no replica takes the others either
@@ -198,7 +185,7 @@ class ReplicaDrain:
 
     def end_if_empty(self) -> bool:
         """Ends the drain if nothing is left to wait for. True if it ended just now: the replica must say farewell."""
-        if self._hand_overs is None or self._hand_overs.ended or not (self._answered_all and self.emptied):
+        if self._hand_overs is None or self.drained or not (self._answered_all and self.emptied):
             return False
         self._hand_overs.ended = True
         return True
@@ -233,17 +220,13 @@ class ReplicaDrain:
         return status.idle_s >= IN_USE_S or hand_overs.may_go(status.session_id, status.tokens)
 
     async def _hand_over(self, session_id: str, epoch: int) -> Offered | None:
-        """None if the session now has a turn, or has ended. A fork of length 0 keeps turns away meanwhile."""
+        """None if the session now has a turn, or has ended."""
         try:
-            kept_away = self._sessions.begin_fork(session_id, epoch, 0)
+            async with self._host.kept_still(session_id, epoch) as stay:
+                offered = await self._offer(session_id, epoch)
+                stay.moved = offered is Offered.MOVED
         except ControllerError:
             return None
-        offered = await self._offer(session_id, epoch)
-        if offered is Offered.MOVED:
-            await self._host.let_go(kept_away)
-        else:
-            self._sessions.abort_fork(kept_away)
-            await self._host.turn_ended(session_id)
         return offered
 
     async def _offer(self, session_id: str, epoch: int) -> Offered:

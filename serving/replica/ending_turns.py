@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from controllers.turns import Turn
-from serving.background import BackgroundTasks
+from serving.background import BackgroundTasks, TasksByKey
 
 R = TypeVar("R")
 
@@ -17,24 +17,20 @@ class EndingTurns:
 
     def __init__(self, tasks: BackgroundTasks) -> None:
         self._tasks = tasks
-        self._by_key: dict[tuple[str, str], asyncio.Task[Any]] = {}
-        self._left: dict[str, asyncio.Task[Any]] = {}  # by session: its client has left
+        self._by_key: TasksByKey[tuple[str, str], Any] = TasksByKey()
+        self._left: TasksByKey[str, Any] = TasksByKey()  # by session: its client has left
 
     def start(self, turn: Turn | None, end: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
         """Starts `end`, for which a turn of the same session and key waits. It goes on if its caller is cancelled."""
         ending = self._tasks.start(end)
         if turn is not None and turn.idempotency_key is not None:
-            key = (turn.session_id, turn.idempotency_key)
-            self._by_key[key] = ending
-            ending.add_done_callback(lambda _: self._by_key.pop(key, None))
+            self._by_key.put((turn.session_id, turn.idempotency_key), ending)
         return ending
 
     def client_left(self, turn: Turn | None, ending: asyncio.Task[Any]) -> None:
         """Makes any next turn of the session wait for the task that ends this one."""
         if turn is not None and not ending.done():
-            session_id = turn.session_id
-            self._left[session_id] = ending
-            ending.add_done_callback(lambda _: self._left.pop(session_id, None))
+            self._left.put(turn.session_id, ending)
 
     async def over(self, session_id: str, key: str | None) -> None:
         """Waits for turns of the session that are ending and must not refuse the next one. One is a turn with the same

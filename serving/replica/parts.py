@@ -118,7 +118,6 @@ class ReplicaParts:
             self.sessions,
             self.offers,
             controller,
-            self.tasks,
             calls=lambda: self._links.calls,
             clock=clock,
             tokens_per_s=args.rebalancing.tokens_per_s,
@@ -134,7 +133,7 @@ class ReplicaParts:
             self.drain,
             settings_hash=args.settings_hash,
         )
-        self.moves = OrderedMoves(self.replica_id, self.host, self.sessions, controller, self.tasks)
+        self.moves = OrderedMoves(self.replica_id, self.host, controller)
 
     def _run_turns(self, mailbox: Mailbox, spans: Spans | None) -> None:
         args, place = self._args, self._place

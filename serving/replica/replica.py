@@ -18,7 +18,7 @@ from serving.background import BackgroundTasks
 from serving.grammars.constraints import ConstraintCompiler
 from serving.logs.call_facts import CALL_FACTS, CallFacts
 from serving.replica.autoscaling_policy import ReplicaLoad
-from serving.replica.drain import HAND_OVER_INTERVAL_S, DrainState
+from serving.replica.drain import HAND_OVER_INTERVAL_S
 from serving.replica.engine_factory import EngineFactory
 from serving.replica.engine_watch import WATCH_INTERVAL_S, EngineWatch
 from serving.replica.generation_config import sampling_defaults
@@ -34,7 +34,7 @@ from serving.text.text import TextProcessor
 from serving.trace.opening import open_spans
 from serving.wire.calls import AnyCall, RunTurn, answer_of
 from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, once_up
-from serving.wire.errors import error_info, unavailable
+from serving.wire.errors import error_event, error_info, unavailable
 from serving.wire.turns import ChatPrompt, SamplingDefaults, ServiceError, TurnEvent
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class LLMReplica:
             emit(await self._parts.turns.run(call.turn, call.epoch, emit))
         except Exception as error:
             logger.exception("request %s failed", call.turn.request_id)
-            emit(TurnEvent(error=error_info(error)))
+            emit(error_event(error))
         finally:
             self._parts.drain.answered()
 
@@ -129,7 +129,7 @@ class LLMReplica:
         """Ray Serve replaces the replica when this raises."""
         if fault := self._watch.fault:
             raise RuntimeError(fault)
-        if self._parts.drain.state is DrainState.DRAINED:
+        if self._parts.drain.drained:
             raise RuntimeError("drained, as an operator asked for")
 
     async def __del__(self) -> None:

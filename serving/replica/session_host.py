@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from controllers.errors import (
@@ -26,7 +25,7 @@ from controllers.session import SessionController
 from controllers.session_keys import named
 from controllers.turns import Fork, Turn
 from engine.api import Engine, EngineError, SessionBusy
-from serving.background import BackgroundTasks
+from serving.background import BackgroundTasks, TasksByKey
 from serving.replica.turn_request import history_chain
 from serving.wire.controller_calls import ControllerCalls
 from serving.wire.turns import ForkedSession
@@ -38,6 +37,13 @@ ENGINE_TIMEOUT_S = 10.0
 ENDS_AT_ONCE = 64  # idle sessions: each waits for a step of the engine and for the controller
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Stay:
+    """Whether a session that is kept still has moved to another replica, or may have."""
+
+    moved: bool = False
 
 
 class SessionHost:
@@ -59,11 +65,11 @@ class SessionHost:
         self._controller = controller
         self._tasks = tasks
         self._on_loaded = on_loaded
-        self._loading: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._forking: dict[str, asyncio.Task[ForkedSession]] = {}  # by child
-        self._forked: dict[str, asyncio.Task[ForkedSession]] = {}  # by parent
-        self._handing_over: dict[str, asyncio.Task[Any]] = {}
-        self._ending: dict[str, asyncio.Task[None]] = {}
+        self._loading: TasksByKey[tuple[str, int], None] = TasksByKey()
+        self._forking: TasksByKey[str, ForkedSession] = TasksByKey()  # by child
+        self._forked: TasksByKey[str, ForkedSession] = TasksByKey()  # by parent
+        self._handing_over: TasksByKey[str, Any] = TasksByKey()
+        self._ending: TasksByKey[str, None] = TasksByKey()
 
     async def hold(self, session_id: str, epoch: int) -> None:
         """Makes sure that this replica holds the session at `epoch`, and loads its committed history if needed.
@@ -80,8 +86,7 @@ class SessionHost:
                 raise StaleEpoch(f"{named(session_id)} is held at epoch {held}, not {epoch}")
             loading = self._loading.get(key)
             if loading is None:
-                loading = self._loading[key] = self._tasks.start(self._load(session_id, epoch))
-                loading.add_done_callback(lambda _: self._loading.pop(key, None))
+                loading = self._loading.put(key, self._tasks.start(self._load(session_id, epoch)))
             await self._tasks.outcome(loading)
 
     async def hold_unforked(self, session_id: str, epoch: int) -> None:
@@ -101,9 +106,8 @@ class SessionHost:
             await self._settled(order.child_id)
             await self.hold_unforked(parent_id, epoch)
         forking = self._tasks.start(self._fork(parent_id, epoch, order))
-        self._forking[order.child_id] = self._forked[parent_id] = forking
-        forking.add_done_callback(lambda _: self._forking.pop(order.child_id, None))
-        forking.add_done_callback(lambda _: self._forked.pop(parent_id, None))
+        self._forking.put(order.child_id, forking)
+        self._forked.put(parent_id, forking)
         return await self._tasks.outcome(forking)
 
     async def fork_ended(self, parent_id: str, timeout_s: float | None = None) -> bool:
@@ -114,24 +118,31 @@ class SessionHost:
         done, _ = await asyncio.wait([forking], timeout=timeout_s)
         return bool(done)
 
-    async def handed_over(self, session_id: str, handing_over: asyncio.Task[T]) -> T:
+    async def handed_over(self, session_id: str, handing_over: Coroutine[Any, Any, T]) -> T:
         """Returns the outcome of `handing_over`. New turns of the session wait until it is done. It continues if the
         caller is cancelled."""
-        self._handing_over[session_id] = handing_over
-        handing_over.add_done_callback(partial(self._settle, session_id))
-        return await self._tasks.outcome(handing_over)
+        return await self._tasks.outcome(self._handing_over.put(session_id, self._tasks.start(handing_over)))
+
+    @asynccontextmanager
+    async def kept_still(self, session_id: str, epoch: int) -> AsyncIterator[Stay]:
+        """Keeps turns of an idle session away inside the block, as a fork of length 0. After the block it is
+        released if `moved` is set. Raises ControllerError if the session is not held at `epoch`, or not
+        idle."""
+        kept, stay = self._sessions.begin_fork(session_id, epoch, 0), Stay()
+        try:
+            yield stay
+        finally:
+            self._sessions.abort_fork(kept)
+            if not await self.turn_ended(session_id) and stay.moved:
+                await self.release(session_id)
 
     def is_busy(self, session_id: str) -> bool:
         """Whether the session is being made by a fork, handed over or ended."""
         return bool(self._busy(session_id))
 
-    async def let_go(self, turn: Turn | Fork) -> None:
-        """Aborts a turn (or the fork that keeps turns away) and releases its session, which has moved or may have
-        moved."""
-        if isinstance(turn, Fork):
-            self._sessions.abort_fork(turn)
-        else:
-            self._sessions.abort_turn(turn)
+    async def let_go(self, turn: Turn) -> None:
+        """Aborts a turn and releases its session, which has moved or may have moved."""
+        self._sessions.abort_turn(turn)
         if not await self.turn_ended(turn.session_id):
             await self.release(turn.session_id)
 
@@ -207,11 +218,8 @@ class SessionHost:
             await asyncio.wait(busy)
 
     def _busy(self, session_id: str) -> list[asyncio.Task[Any]]:
-        tables: tuple[dict[str, asyncio.Task[Any]], ...] = (self._forking, self._handing_over, self._ending)
-        return [tasks[session_id] for tasks in tables if session_id in tasks]
-
-    def _settle(self, session_id: str, _task: asyncio.Task[Any]) -> None:
-        self._handing_over.pop(session_id, None)
+        tables: tuple[TasksByKey[str, Any], ...] = (self._forking, self._handing_over, self._ending)
+        return [task for table in tables if (task := table.get(session_id)) is not None]
 
     async def _fork(self, parent_id: str, epoch: int, order: ForkOrder) -> ForkedSession:
         """Writes the child to the log first. If this replica then dies, another one loads the child."""
@@ -261,9 +269,8 @@ class SessionHost:
         ends it after its idle timeout.
         """
         self._sessions.drop(session_id)
-        ending = self._ending[session_id] = self._tasks.start(self._end_dropped(session_id, epoch))
-        ending.add_done_callback(lambda _: self._ending.pop(session_id, None))
-        await self._tasks.outcome(ending)
+        ending = self._tasks.start(self._end_dropped(session_id, epoch))
+        await self._tasks.outcome(self._ending.put(session_id, ending))
 
     async def _end_dropped(self, session_id: str, epoch: int) -> None:
         await self._free_kv(session_id)

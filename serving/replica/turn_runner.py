@@ -131,7 +131,7 @@ class TurnRunner:
             await self._follow(begun)
             begun.trace.computed()
             begun.settled = True
-            ending = self._end(begun)
+            ending = self._ending.start(begun.named, self._settle(begun))  # it goes on if the client leaves
             try:
                 return await self._tasks.outcome(ending)
             except asyncio.CancelledError:
@@ -168,39 +168,39 @@ class TurnRunner:
             return await self._begin_unnamed(call, asker, started_s, constraint)
         if epoch is None:
             raise StaleEpoch("a session's turn needs the owner's epoch")
-        session = call.session
-        digest, tools = await self._builder.digests(call)
-        key = session.idempotency_key
-        if session.retries and call.resumed is None:
-            await self._host.hold(session.session_id, epoch)
-            key = self._sessions.tried_key(session.session_id, epoch, digest, self._age_s) or key
-        begun = await self._begin_turn(call, session, epoch, key, digest, tools)
-        if isinstance(begun, Replay):
-            if not begun.result:
+        session_id = call.session.session_id
+        turn = await self._lend(call, call.session, epoch)
+        if isinstance(turn, Replay):
+            if not turn.result:
                 raise IdempotencyConflict(
-                    f"turn {begun.turn_index} of {named(session.session_id)} ran under this key, and its answer "
+                    f"turn {turn.turn_index} of {named(session_id)} ran under this key, and its answer "
                     "was deleted since, by a rewind, by a turn that went back, or as a response"
                 )
-            return begun
-        self._overlaps.has_turn(session.session_id, begun.idempotency_key, asker.left)
+            return turn
+        self._overlaps.has_turn(session_id, turn.idempotency_key, asker.left)
         try:
-            if session.open_key not in (None, begun.open_key):
-                raise SessionNotFound(f"{named(session.session_id)} was closed, and another has its name")
-            if call.resumed is None:
-                await self._drain.offer(session.session_id, epoch)
-            elif not _is_same(begun, call.resumed):
-                raise ServiceError(OVERTAKEN)
-            prompt = await self._builder.place(call, begun)
-            if prompt.kept_len < begun.history_len:
-                begun = self._sessions.cut_turn(begun, prompt.kept_len)
-            return self._submit(call, begun, prompt, asker, started_s, constraint)
+            await self._check_stays(call, call.session, turn)
+            prompt = await self._builder.place(call, turn)
+            if prompt.kept_len < turn.history_len:
+                turn = self._sessions.cut_turn(turn, prompt.kept_len)
+            return self._submit(call, turn, prompt, asker, started_s, constraint)
         except SessionMoved:
-            await self._tasks.outcome(self._tasks.start(self._host.let_go(begun)))
+            await self._tasks.outcome(self._tasks.start(self._host.let_go(turn)))
             raise
         except BaseException:
-            self._sessions.abort_turn(begun)
-            self._tasks.start(self._host.turn_ended(session.session_id))
+            self._sessions.abort_turn(turn)
+            self._tasks.start(self._host.turn_ended(session_id))
             raise
+
+    async def _check_stays(self, call: TurnCall, session: SessionTurn, turn: Turn) -> None:
+        """Raises an error if the turn belongs to another session of this name, if the session has gone on without the
+        turn that is resumed, or if the session moves now (SessionMoved)."""
+        if session.open_key not in (None, turn.open_key):
+            raise SessionNotFound(f"{named(turn.session_id)} was closed, and another has its name")
+        if call.resumed is None:
+            await self._drain.offer(turn.session_id, turn.epoch)
+        elif not _is_same(turn, call.resumed):
+            raise ServiceError(OVERTAKEN)
 
     def _age_s(self, result: bytes) -> float:
         """How long ago the turn with this answer ended, by the clocks of both replicas; 0 if the answer was deleted."""
@@ -221,19 +221,16 @@ class TurnRunner:
                 self._unnamed.abort(turn)
             raise
 
-    async def _begin_turn(
-        self,
-        call: TurnCall,
-        session: SessionTurn,
-        epoch: int,
-        key: str | None,
-        digest: str,
-        tools: str | None,
-    ) -> Turn | Replay:
+    async def _lend(self, call: TurnCall, session: SessionTurn, epoch: int) -> Turn | Replay:
         """Begins the session's turn. Raises TurnInFlight if a turn is in flight and its client does not leave within
         `patience_s` (nor is answered, if it is a turn with the same key), or if a fork takes longer than that, and
         AdapterNotLoaded for a turn without an answer in the log.
         """
+        digest, tools = await self._builder.digests(call)
+        key = session.idempotency_key
+        if session.retries and call.resumed is None:
+            await self._host.hold(session.session_id, epoch)
+            key = self._sessions.tried_key(session.session_id, epoch, digest, self._age_s) or key
         loop = asyncio.get_running_loop()
         until_s = loop.time() + patience_s(session)
         while True:
@@ -324,10 +321,6 @@ class TurnRunner:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await live.ended.wait()
-
-    def _end(self, live: LiveTurn) -> asyncio.Task[TurnEvent]:
-        """Starts the task that ends a turn after its final delta. It goes on if the client leaves."""
-        return self._ending.start(live.named, self._settle(live))
 
     def _leave(self, live: LiveTurn) -> asyncio.Task[None]:
         """Starts the task that ends a turn whose client has left."""

@@ -13,7 +13,7 @@ from controllers.errors import NoReplica, StoreError
 from controllers.records import SessionStatus
 from controllers.turns import Turn
 from serving.replica import drain
-from serving.replica.drain import DRAIN_AGAIN_S, LAST_ANSWERS_S, DrainState, HandOvers, ReplicaDrain
+from serving.replica.drain import DRAIN_AGAIN_S, LAST_ANSWERS_S, HandOvers, ReplicaDrain
 from serving.replica.session_offers import Offered
 from tests.unit.controllers.manual_clock import ManualClock
 from tests.unit.engine.null_runner import null_generate
@@ -216,11 +216,11 @@ class TestStates:
         up.cluster.report_unreachable("b", True)
         with pytest.raises(NoReplica):
             await a.order()
-        assert (a.state, a.draining, a.emptied, a.hands_over) == (DrainState.UP, False, False, False)
+        assert (a.draining, a.drained, a.emptied, a.hands_over) == (False, False, False, False)
         assert not a.end_if_empty()
         up.cluster.register_replica(up.rigs[1].heartbeats.status())
         await a.order()
-        assert (a.state, a.draining, a.emptied, a.hands_over) == (DrainState.DRAINING, True, False, True)
+        assert (a.draining, a.drained, a.emptied, a.hands_over) == (True, False, False, True)
 
     async def test_one_without_sessions_is_emptied_but_up_until_it_drains(self, up: Failover) -> None:
         b = up.rigs[1].drain
@@ -228,7 +228,7 @@ class TestStates:
         b.begin()
         assert b.emptied
         assert not b.hands_over
-        assert b.state is DrainState.DRAINING
+        assert not b.drained
 
     async def test_it_ends_once_and_only_after_the_last_answer_has_arrived(
         self, up: Failover, clock: ManualClock
@@ -242,7 +242,7 @@ class TestStates:
         assert b.end_if_empty()
         assert not b.end_if_empty(), "it says farewell once"
         b.begin()
-        assert (b.state, b.draining, b.emptied) == (DrainState.DRAINED, True, True)
+        assert (b.draining, b.drained, b.emptied) == (True, True, True)
 
     async def test_it_does_not_end_while_it_has_a_session_or_a_call(
         self, served: Failover, clock: ManualClock
