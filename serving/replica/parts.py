@@ -81,8 +81,9 @@ class ReplicaParts:
         self._model = model
         self._sampling = sampling
         self._created = int(place.unix_clock())
-        self.metrics = ReplicaMetrics(self.replica_id, engine.stats, args.metric_labels)
-        self.metrics.tell_ended(place.turn_ended)
+        self.metrics = ReplicaMetrics(
+            self.replica_id, engine.stats, args.metric_labels, turn_ended=place.turn_ended
+        )
         self._hold_sessions(place.clock)
         self.builder = RequestBuilder(engine, text, constraints)
         self.unnamed = UnnamedSessions(place.clock, args.sessions.unnamed.idle_timeout_s, engine)

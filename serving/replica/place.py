@@ -21,7 +21,7 @@ from serving.logs.serve_log import log_with_serve
 from serving.replica.link_server import PeerConnections
 from serving.settings.config import AppArgs
 from serving.text.text import TextProcessor
-from serving.watch.metrics import EndedTurn
+from serving.watch.metrics import EndedTurn, nothing_told
 from serving.watch.ray_gauges import RayGauges
 from serving.watch.ray_llm import RayLLM
 from serving.wire.controller_calls import ControllerCalls, connect_controller, once_up
@@ -35,10 +35,6 @@ class Listener(PeerConnections, Protocol):
     def open(self, frame_came: TakeFrame) -> ReplicaAddress: ...
 
     async def close(self) -> None: ...
-
-
-def nothing_told(_turn: EndedTurn) -> None:
-    """A `turn_ended` that does nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from serving.settings.model_args import ModelArgs
 from serving.settings.record_args import LogsArgs, MetricsArgs, TracingArgs
 from serving.settings.replica_args import ReplicaArgs
 from serving.settings.session_args import RebalancingArgs, SessionArgs, TenantArgs
-from serving.settings.settings_file import read_file
+from serving.settings.settings_file import ServeFile, read_file
 from serving.settings.settings_paths import state_path
 from serving.settings.strict_settings import SettingsError, StrictModel, faults
 
@@ -144,9 +144,14 @@ def parse_args(values: Any) -> AppArgs:
 
 
 def check_file(path: str) -> list[AppArgs]:
-    """Validates the args of every application in a `serve run` config file, and that none has another's sessions or
-    port, or Ray Serve's."""
-    file = read_file(path)
+    """The valid args of every application in a `serve run` config file. Raises what `read_file` and
+    `check_applications` raise."""
+    return check_applications(read_file(path))
+
+
+def check_applications(file: ServeFile) -> list[AppArgs]:
+    """Validates the args of every application in the file, and that none has another's sessions or port, or Ray
+    Serve's. Raises SettingsError."""
     applications = [parse_args(args) for args in file.args]
     for application in applications:
         application.refuse_faults_in_the_open(file.http_host)

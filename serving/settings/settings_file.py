@@ -33,11 +33,25 @@ class _Loader(yaml.SafeLoader):
 
 @dataclass(frozen=True, slots=True)
 class ServeFile:
-    """The `args` of every application in a file, unchecked. `http_port` is None if it is no number."""
+    """The `args` of every application in a file, the first one's `route_prefix`, and `http_options`, all unchecked."""
 
     args: list[Any]
-    http_host: str
-    http_port: int | None
+    route_prefix: Any
+    http_options: Any
+
+    @property
+    def http_host(self) -> str:
+        return str(self._options.get("host") or EVERYWHERE)
+
+    @property
+    def http_port(self) -> int | None:
+        """None if it is no number."""
+        port = str(self._options.get("port", HTTP_PORT))
+        return int(port) if port.isdecimal() else None
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return self.http_options if isinstance(self.http_options, dict) else {}
 
 
 def read_file(path: str) -> ServeFile:
@@ -52,11 +66,8 @@ def read_file(path: str) -> ServeFile:
         raise SettingsError("'applications' is missing: a list with one application at least")
     if not all(isinstance(application, dict) for application in applications):
         raise SettingsError("'applications' has an entry that is no mapping of keys to values")
-    found = document.get("http_options")
-    options = found if isinstance(found, dict) else {}
-    port = str(options.get("port", HTTP_PORT))
     return ServeFile(
         args=[application.get("args") or {} for application in applications],
-        http_host=str(options.get("host") or EVERYWHERE),
-        http_port=int(port) if port.isdecimal() else None,
+        route_prefix=applications[0].get("route_prefix") or "/",
+        http_options=document.get("http_options") or {},
     )

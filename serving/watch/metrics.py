@@ -51,13 +51,23 @@ class EndedTurn(NamedTuple):
     prefill_s: float | None = None
 
 
+def nothing_told(_turn: EndedTurn) -> None:
+    """A `turn_ended` that does nothing."""
+
+
 class ReplicaMetrics:
-    """What one replica counts. `constant` are the labels that all metrics of the cluster have."""
+    """What one replica counts. `constant` are the labels that all metrics of the cluster have. `turn_ended` is called
+    with each turn that the engine has ended."""
 
     def __init__(
-        self, replica_id: str, stats: Callable[[], EngineStats], constant: Mapping[str, str] = NO_LABELS
+        self,
+        replica_id: str,
+        stats: Callable[[], EngineStats],
+        constant: Mapping[str, str] = NO_LABELS,
+        *,
+        turn_ended: Callable[[EndedTurn], None] = nothing_told,
     ) -> None:
-        self._told: list[Callable[[EndedTurn], None]] = []
+        self._tell_ended = turn_ended
         made = self._set = MetricSet(replica_id, constant)
         made.read(lambda: engine_figures(stats()))
         made.read(self._tenant_figures)
@@ -92,10 +102,6 @@ class ReplicaMetrics:
         """Adds figures of other parts, which are read when the text is rendered."""
         self._set.read(figures)
 
-    def tell_ended(self, told: Callable[[EndedTurn], None]) -> None:
-        """Has `told` called with each turn that ends."""
-        self._told.append(told)
-
     def commit_pending(self) -> AbstractContextManager[None]:
         """A context around the commit of a turn, from the first try to the last."""
         return self._commits_pending.track_inprogress()
@@ -117,12 +123,12 @@ class ReplicaMetrics:
         """`outcome` is one of OUTCOMES; docs/metrics.md says what each is."""
         self._turns[outcome,].inc()
 
-    def first_token(self, after_s: float, *, queue_s: float = 0.0, prefill_s: float | None = None) -> None:
+    def first_token(self, after_s: float, *, queue_s: float, prefill_s: float) -> None:
         """`after_s` is counted from the turn's arrival at the replica. `queue_s` of it was spent in the engine's queue,
         and `prefill_s` in computing."""
         self._ttft.observe(after_s)
         self._queue.observe(queue_s)
-        self._prefill.observe(after_s - queue_s if prefill_s is None else prefill_s)
+        self._prefill.observe(prefill_s)
 
     def next_tokens(self, count: int, after_s: float) -> None:
         """`count` tokens that arrived together, `after_s` after the previous ones."""
@@ -137,8 +143,7 @@ class ReplicaMetrics:
         self._output_tokens.observe(turn.output_tokens)
         if turn.decode_s is not None:
             self._decode.observe(turn.decode_s)
-        for told in self._told:
-            told(turn)
+        self._tell_ended(turn)
 
     def conversation(self, kind: str, turn: EndedTurn, *, recognized: bool) -> None:
         """Counts a turn whose client sent the whole history."""

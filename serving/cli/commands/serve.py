@@ -73,20 +73,20 @@ def _checked(config: Path, began_s: float, *, as_json: bool) -> tuple[Expected, 
     Serve and for operators. Raises StartError."""
     import yaml  # imported here, so that other commands start fast
 
-    from serving.settings.config import check_file
+    from serving.settings.config import check_applications
     from serving.settings.settings_file import read_file
     from serving.settings.strict_settings import SettingsError
 
     try:
-        applications = check_file(str(config))
-        document = yaml.safe_load(config.read_text(encoding="utf-8"))
-        expected = expected_of(document, applications[0], began_s, as_json=as_json)
-        file, ingresses = read_file(str(config)), [each.ingress for each in applications]
+        file = read_file(str(config))
+        applications = check_applications(file)
+        expected = expected_of(file, applications[0], began_s, as_json=as_json)
     except OSError as error:
         reason = f"{config} cannot be read: {error.strerror}. {WHAT_CONFIG_IS}"
         raise StartError(reason) from error
     except (SettingsError, StartError, yaml.YAMLError) as error:
         raise StartError(f"{config}: {error}") from error
+    ingresses = [each.ingress for each in applications]
     listens = [("http_options.port", file.http_host, file.http_port)]
     listens += [("args.ingress.operator_port", each.operator_host, each.operator_port) for each in ingresses]
     return expected, [

@@ -9,12 +9,15 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from serving.cli.start import ready_line
 from serving.cli.start.errors import StartError
 
-DEFAULT_PORT = 8000
+if TYPE_CHECKING:
+    from serving.settings.config import AppArgs
+    from serving.settings.settings_file import ServeFile
+
 EVERYWHERE = ("0.0.0.0", "::", "")
 PROBE_TIMEOUT_S = 1.0
 FORK_TIMEOUT_S = 10.0
@@ -33,24 +36,20 @@ class Expected:
     as_json: bool
 
 
-def expected_of(document: Mapping[str, Any], args: Any, began_s: float, *, as_json: bool) -> Expected:
+def expected_of(file: ServeFile, args: AppArgs, began_s: float, *, as_json: bool) -> Expected:
     """Reads it from a config file and the settings of its first application. Raises StartError."""
-    http = document.get("http_options") or {}
-    if not isinstance(http, Mapping):
+    if not isinstance(file.http_options, Mapping):
         raise StartError("http_options: a mapping was expected")
-    port = http.get("port", DEFAULT_PORT)
+    port = file.http_options.get("port", file.http_port)
     if not isinstance(port, int):
         raise StartError(f"http_options.port: a number was expected, not {port!r}")
-    prefix = str(document["applications"][0].get("route_prefix") or "/").rstrip("/")
-    url = _url(str(http.get("host") or ""), port) + prefix
-    ingress, replicas = args.ingress, args.replicas
-    own_port = ingress.operator_port
-    count = replicas.count if replicas.autoscaling is None else replicas.autoscaling.min_replicas
+    url = _url(file.http_host, port) + str(file.route_prefix).rstrip("/")
+    own_port = args.ingress.operator_port
     return Expected(
         url=url,
-        operators_url=url if own_port is None else _url(ingress.operator_host, own_port),
+        operators_url=url if own_port is None else _url(args.ingress.operator_host, own_port),
         model=args.model.model_id,
-        replicas=count,
+        replicas=args.replicas_expected,
         began_s=began_s,
         as_json=as_json,
     )

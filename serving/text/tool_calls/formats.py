@@ -34,7 +34,7 @@ _LIST_OF_PYTHON_CALLS = re.compile(r"\[\w+\(\w+=\w")
 
 
 @dataclass(frozen=True, slots=True)
-class ToolFormat:
+class JsonCallFormat:
     """Calls that are JSON objects. A model that follows the format writes `prefix`, calls with `between` between them,
     and `suffix`.
 
@@ -267,9 +267,9 @@ TAGGED_FORMATS: Mapping[FormatName, TaggedFormat] = MappingProxyType(
     }
 )
 
-FORMATS: Mapping[FormatName, ToolFormat] = MappingProxyType(
+JSON_FORMATS: Mapping[FormatName, JsonCallFormat] = MappingProxyType(
     {
-        "hermes": ToolFormat(
+        "hermes": JsonCallFormat(
             arguments="arguments",
             prefix="<tool_call>\n",
             between="\n</tool_call>\n<tool_call>\n",
@@ -277,7 +277,7 @@ FORMATS: Mapping[FormatName, ToolFormat] = MappingProxyType(
             opener="<tool_call>",
             closer="</tool_call>",
         ),
-        "llama3": ToolFormat(
+        "llama3": JsonCallFormat(
             arguments="parameters",
             prefix="",
             between="; ",
@@ -286,7 +286,7 @@ FORMATS: Mapping[FormatName, ToolFormat] = MappingProxyType(
             filler=";",
             bare=True,
         ),
-        "mistral": ToolFormat(
+        "mistral": JsonCallFormat(
             arguments="arguments",
             prefix="[TOOL_CALLS][",
             between=", ",
@@ -299,15 +299,16 @@ FORMATS: Mapping[FormatName, ToolFormat] = MappingProxyType(
 )
 
 
-def tool_format(name: FormatName) -> ToolFormat | NamedFormat | TaggedFormat | PythonicFormat:
+CallFormat = JsonCallFormat | NamedFormat | TaggedFormat | PythonicFormat
+
+_FORMATS: Mapping[FormatName, CallFormat] = MappingProxyType(
+    {**JSON_FORMATS, **NAMED_FORMATS, **TAGGED_FORMATS, "gpt_oss": _GPT_OSS, "pythonic": PYTHONIC}
+)
+
+
+def tool_format(name: FormatName) -> CallFormat:
     """The format of that name."""
-    if name == "pythonic":
-        return PYTHONIC
-    if name == "gpt_oss":
-        return _GPT_OSS
-    if name in TAGGED_FORMATS:
-        return TAGGED_FORMATS[name]
-    return NAMED_FORMATS[name] if name in NAMED_FORMATS else FORMATS[name]
+    return _FORMATS[name]
 
 
 def format_of(template: str) -> FormatName | None:

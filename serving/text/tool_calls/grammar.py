@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from serving.text.tool_calls.formats import (
+    CallFormat,
     NamedFormat,
     PythonicFormat,
     TaggedFormat,
-    ToolFormat,
     tool_format,
 )
 from serving.text.tool_calls.grammar_terms import CALL_ID, NOTHING_FORCED, GrammarTerms
@@ -48,9 +48,7 @@ def calls_grammar(wanted: Mapping[str, Any], special_ids: Mapping[str, int]) -> 
     return "\n".join(lines)
 
 
-def _head(
-    form: ToolFormat | NamedFormat | TaggedFormat | PythonicFormat, terms: GrammarTerms, function: str
-) -> str:
+def _head(form: CallFormat, terms: GrammarTerms, function: str) -> str:
     """The text of a call before its arguments."""
     if not isinstance(form, NamedFormat) or not form.id_opener:
         return terms.literal(form.head(function))

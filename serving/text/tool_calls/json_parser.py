@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from serving.text.answer_pieces import Piece
 from serving.text.state_parser import SPACE
 from serving.text.tool_calls.call_parser import CallParser
-from serving.text.tool_calls.formats import ToolFormat
+from serving.text.tool_calls.formats import JsonCallFormat
 from serving.text.tool_calls.json_extent import JsonExtent
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
@@ -26,7 +26,7 @@ when it is whole."""
 class JsonCallParser(CallParser):
     """An AnswerParser of calls and content."""
 
-    def __init__(self, tool_format: ToolFormat) -> None:
+    def __init__(self, tool_format: JsonCallFormat) -> None:
         super().__init__((tool_format.opener,), self._around if tool_format.bare else self._text)
         self._format = tool_format
         self._skipped = f"{SPACE}}}{tool_format.filler}"

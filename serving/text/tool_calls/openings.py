@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from serving.text.tool_calls.formats import (
     FormatName,
+    JsonCallFormat,
     NamedFormat,
     PythonicFormat,
     TaggedFormat,
-    ToolFormat,
     tool_format,
 )
 
@@ -60,7 +60,7 @@ def opening_of(name: FormatName) -> CallOpening:
         case PythonicFormat() as form:
             first = b"[ \\t\\r\\n]*\\[" + BLANKS + rb"(?:NAMES)\("
             return CallOpening((form.opener,), ((BLANKS + rb"\[" + BLANKS + rb"[\w.\-:/]",),), first, b"[")
-        case ToolFormat(bare=True) as form:
+        case JsonCallFormat(bare=True) as form:
             blank = b"[ \\t\\r\\n]*"
             name_key = blank.join((rb"\{", b'"name"', b":", b'"(?:NAMES)"'))
             filler = b"(?:%s[%s])?" % (blank, re.escape(form.filler).encode())

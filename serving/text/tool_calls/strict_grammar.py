@@ -13,10 +13,10 @@ from typing import Any
 
 from serving.text.tool_calls.formats import (
     FormatName,
+    JsonCallFormat,
     NamedFormat,
     PythonicFormat,
     TaggedFormat,
-    ToolFormat,
     tool_format,
 )
 from serving.text.tool_calls.grammar_terms import CALL_ID, NOTHING_FORCED, GrammarTerms
@@ -99,7 +99,7 @@ class _Writer:
             case form:
                 return self._start_of_json(form)
 
-    def _start_of_json(self, form: ToolFormat) -> str:
+    def _start_of_json(self, form: JsonCallFormat) -> str:
         mark, closer = self._until(form.opener), self._terms.literal(form.closer) if form.closer else ""
         if form.bare:
             return f'({mark} BLANKS? "{{" | {self._until("{")}) call'

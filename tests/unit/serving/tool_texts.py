@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from serving.text.answer_pieces import AnswerParser, CallPiece, Piece, Thought
-from serving.text.tool_calls.formats import FORMATS, FormatName
+from serving.text.tool_calls.formats import JSON_FORMATS, FormatName
 from serving.text.tool_calls.json_parser import JsonCallParser
 
 SCRAPS: dict[FormatName, list[str]] = {
@@ -57,4 +57,4 @@ def read(parser: AnswerParser, *parts: str) -> list[Piece]:
 
 def read_json_calls(name: FormatName, *parts: str) -> list[Piece]:
     """The same for a format whose calls are JSON objects."""
-    return read(JsonCallParser(FORMATS[name]), *parts)
+    return read(JsonCallParser(JSON_FORMATS[name]), *parts)

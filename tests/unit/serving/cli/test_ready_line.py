@@ -19,6 +19,7 @@ from serving.cli.start.errors import StartError
 from serving.cli.start.readiness import expected_of
 from serving.cli.start.ready_line import line
 from serving.settings.config import parse_args
+from serving.settings.settings_file import ServeFile
 
 CONFIG = Path(__file__).parents[4] / "configs" / "cluster.yaml"
 WAIT_S = 30.0
@@ -144,7 +145,7 @@ ARGS = {"model": {"path": "assets/models/kedge-chat", "name": "chat"}}
 @pytest.mark.parametrize(
     ("http", "prefix", "args", "url", "operators_url", "replicas"),
     [
-        (None, None, {}, "http://127.0.0.1:8000", "http://127.0.0.1:8000", 2),
+        ({}, "/", {}, "http://127.0.0.1:8000", "http://127.0.0.1:8000", 2),
         ({"host": "::1", "port": 81}, "/llm", {}, "http://[::1]:81/llm", "http://[::1]:81/llm", 2),
         (
             {"host": "10.1.1.1"},
@@ -157,8 +158,7 @@ ARGS = {"model": {"path": "assets/models/kedge-chat", "name": "chat"}}
     ],
 )
 def test_what_is_expected(http, prefix, args, url: str, operators_url: str, replicas: int) -> None:
-    document = {"http_options": http, "applications": [{"route_prefix": prefix}]}
-    expected = expected_of(document, parse_args(ARGS | args), 0.0, as_json=False)
+    expected = expected_of(ServeFile([], prefix, http), parse_args(ARGS | args), 0.0, as_json=False)
     assert (expected.url, expected.operators_url) == (url, operators_url)
     assert (expected.model, expected.replicas) == ("chat", replicas)
 
@@ -172,7 +172,7 @@ def test_what_is_expected(http, prefix, args, url: str, operators_url: str, repl
 )
 def test_other_http_options_are_named(http, said: str) -> None:
     with pytest.raises(StartError, match=said):
-        expected_of({"http_options": http, "applications": [{}]}, parse_args(ARGS), 0.0, as_json=False)
+        expected_of(ServeFile([], "/", http), parse_args(ARGS), 0.0, as_json=False)
 
 
 @pytest.mark.parametrize(

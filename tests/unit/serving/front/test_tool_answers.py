@@ -16,7 +16,7 @@ from serving.front.api.answers.reader import AnswerPart
 from serving.front.api.answers.tools import ToolUse
 from serving.front.api.openai.chat_answers import ChatReader
 from serving.front.http import create_http_app
-from serving.text.tool_calls.formats import FORMATS, FormatName
+from serving.text.tool_calls.formats import JSON_FORMATS, FormatName
 from serving.wire.turns import SessionTurn, TurnCall, TurnEvent, TurnFinish
 from tests.unit.serving.local_service import client_of
 from tests.unit.serving.replica_rig import call
@@ -150,7 +150,7 @@ def test_an_id_that_the_model_writes_is_the_calls() -> None:
 @given(st.data())
 def test_streams_add_up_to_the_whole(data: st.DataObject) -> None:
     """They are added up as the openai client does it, however the events are cut."""
-    name = data.draw(st.sampled_from(sorted(FORMATS)))
+    name = data.draw(st.sampled_from(sorted(JSON_FORMATS)))
     text = data.draw(texts(name))
     pieces = cut(text, data.draw(st.lists(st.integers(0, max(len(text), 1)), max_size=6)))
     follows = reader(name, in_session("s"))

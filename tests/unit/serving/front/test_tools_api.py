@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from serving.grammars.grammar_trial import TOO_MUCH
-from serving.text.tool_calls.formats import FORMATS, NAMED_FORMATS, FormatName
+from serving.text.tool_calls.formats import JSON_FORMATS, NAMED_FORMATS, FormatName
 from tests.unit.serving.front.test_bad_bodies import check_shape
 from tests.unit.serving.local_service import MODEL, LocalService, local_client
 
@@ -177,7 +177,7 @@ async def test_a_model_without_a_format_takes_no_tools(tmp_path: Path) -> None:
             await ask(client, {"messages": [ASKED, called(), RESULT], "max_tokens": 2, **asks_nothing})
 
 
-@pytest.mark.parametrize("name", [*FORMATS, *NAMED_FORMATS, "pythonic"])
+@pytest.mark.parametrize("name", [*JSON_FORMATS, *NAMED_FORMATS, "pythonic"])
 async def test_required_calls_are_valid_in_every_format(tmp_path: Path, name: FormatName) -> None:
     async with tool_client(tmp_path, name) as (client, _):
         for prompt in numbered(8):

@@ -16,7 +16,7 @@ from engine.api import Finish, FinishReason
 from serving.grammars.constraints import ConstraintCompiler
 from serving.text.answer_pieces import CallPiece
 from serving.text.text import TextProcessor
-from serving.text.tool_calls.formats import FORMATS, FormatName
+from serving.text.tool_calls.formats import JSON_FORMATS, FormatName
 from serving.wire.turns import ChatPrompt, OutputConstraint, ResumedTurn, TurnCall
 from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, call, running_rig, tokens_of
 from tests.unit.serving.small_tokenizer import END_ID, byte_level_tokenizer, piece_tokenizer
@@ -54,13 +54,13 @@ def said(compiler: ConstraintCompiler, name: FormatName, seed: int, *, parallel:
     return token_ids
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", JSON_FORMATS)
 @pytest.mark.parametrize("make", [byte_level_tokenizer, piece_tokenizer])
 def test_calls_with_special_marks(name: FormatName, make: type) -> None:
     tokenizer = with_marks(make())
     text = TextProcessor(tokenizer, vocab_size=len(tokenizer), max_context_len=1000)
     compiler = ConstraintCompiler(tokenizer.backend_tokenizer, len(tokenizer))
-    form = FORMATS[name]
+    form = JSON_FORMATS[name]
     marks = [tokenizer.convert_tokens_to_ids(mark) for mark in (form.opener, form.closer) if len(mark) > 1]
     for seed in range(6):
         token_ids = said(compiler, name, seed, parallel=seed > 2)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.text.answer_pieces import CallPiece, Piece
-from serving.text.tool_calls.formats import FORMATS, FormatName
+from serving.text.tool_calls.formats import JSON_FORMATS, FormatName
 from serving.text.tool_calls.json_parser import JsonCallParser
 from tests.unit.serving.tool_texts import cut, read_json_calls, texts
 
@@ -50,7 +50,11 @@ FOUND: list[tuple[FormatName, str, list[Piece]]] = [
     ("mistral", f"Sure. [TOOL_CALLS][{WEATHER}", ["Sure.", call(0)]),
 ]
 PLAIN: list[tuple[FormatName, str]] = [
-    *[(name, text) for name in FORMATS for text in ("", "hello", " \n ", "a\n\n", "}", "<", "[", "; ", "{")],
+    *[
+        (name, text)
+        for name in JSON_FORMATS
+        for text in ("", "hello", " \n ", "a\n\n", "}", "<", "[", "; ", "{")
+    ],
     ("hermes", WEATHER),
     ("hermes", "a <tool_call> is written so: <tool_call>..."),
     ("hermes", "<tool_call>get_weather(Bern)</tool_call>"),
@@ -94,7 +98,7 @@ def test_a_bad_call_behind_a_good_one_is_content() -> None:
 @settings(max_examples=400, deadline=None, print_blob=True)
 @given(st.data())
 def test_any_cut_tells_the_same(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(sorted(FORMATS)))
+    name = data.draw(st.sampled_from(sorted(JSON_FORMATS)))
     text = data.draw(texts(name))
     places = data.draw(st.lists(st.integers(0, max(len(text), 1)), max_size=8))
     whole = read_json_calls(name, text)
@@ -109,11 +113,11 @@ arguments = st.dictionaries(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(sorted(FORMATS)), st.lists(st.tuples(names, arguments), min_size=1, max_size=3))
+@given(st.sampled_from(sorted(JSON_FORMATS)), st.lists(st.tuples(names, arguments), min_size=1, max_size=3))
 def test_calls_as_the_format_has_them_are_all_found(
     name: FormatName, calls: list[tuple[str, dict[str, object]]]
 ) -> None:
-    form = FORMATS[name]
+    form = JSON_FORMATS[name]
     objects = [json.dumps({"name": n, form.arguments: a}, ensure_ascii=False) for n, a in calls]
     text = form.prefix + form.between.join(objects) + form.suffix
     told = read_json_calls(name, text)
@@ -122,7 +126,7 @@ def test_calls_as_the_format_has_them_are_all_found(
 
 
 def test_arguments_are_told_as_they_come() -> None:
-    parser = JsonCallParser(FORMATS["hermes"])
+    parser = JsonCallParser(JSON_FORMATS["hermes"])
     assert parser.push('Now. <tool_call>\n{"name": "f", "arguments": ') == ["Now."]
     assert parser.push('{"a') == [CallPiece(0, "f", ""), CallPiece(0, None, '{"a')]
     assert parser.push('": "x') == [CallPiece(0, None, '": "x')]
@@ -132,7 +136,7 @@ def test_arguments_are_told_as_they_come() -> None:
 
 @pytest.mark.parametrize("scrap", ["<tool_call>", "{", '{"name": "f", "arguments": {', "<", " ", '"', "\\"])
 def test_time_is_linear_in_the_answer(scrap: str) -> None:
-    parser = JsonCallParser(FORMATS["hermes"])
+    parser = JsonCallParser(JSON_FORMATS["hermes"])
     parser.push("<tool_call>{")
     started_s = time.process_time()
     for _ in range(20_000):

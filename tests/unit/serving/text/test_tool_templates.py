@@ -10,7 +10,7 @@ from engine.api import InvalidRequest
 from serving.text.answer_parsers import answer_parser
 from serving.text.answer_pieces import CallPiece
 from serving.text.text import TextProcessor
-from serving.text.tool_calls.formats import FORMATS, FormatName
+from serving.text.tool_calls.formats import JSON_FORMATS, FormatName
 from serving.wire.turns import ChatPrompt
 from tests.unit.serving.small_tokenizer import BOS_ID, END_ID, START_ID, byte_level_tokenizer
 from tests.unit.serving.tool_templates import ARGS, HERMES, LLAMA, MISTRAL, PYTHONIC, TAGS
@@ -83,7 +83,7 @@ def test_calls_have_the_form_that_the_template_takes(template: str, said: str, w
     assert opening(processor(template), ASKED, called, RESULT) == expected
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", JSON_FORMATS)
 def test_the_format_is_read_off_the_template(name: FormatName) -> None:
     text = processor(TEMPLATES[name])
     assert text.tool_format("auto") == name

@@ -18,7 +18,7 @@ def test_accounts_make_up_the_pool() -> None:
 def test_replica_page() -> None:
     metrics = ReplicaMetrics("a", stats)
     metrics.turn_ended("committed")
-    metrics.first_token(0.004)
+    metrics.first_token(0.004, queue_s=0.0, prefill_s=0.004)
     metrics.next_tokens(4, 0.004)
     found = samples(metrics.render())
     assert found["kedge_kv_pages", (("account", "leaked"), ("pool", "full"), ("replica", "a"))] == 1
@@ -61,9 +61,8 @@ def test_the_window_pool_has_books_of_its_own() -> None:
 
 
 def test_a_turns_times_and_tokens() -> None:
-    metrics = ReplicaMetrics("a", stats)
     told: list[EndedTurn] = []
-    metrics.tell_ended(told.append)
+    metrics = ReplicaMetrics("a", stats, turn_ended=told.append)
     metrics.first_token(0.5, queue_s=0.3, prefill_s=0.15)
     ended = EndedTurn("stop", 100, 60, 8, turn_s=1.2, queue_s=0.3, decode_s=0.7)
     metrics.computed(ended)
