@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +9,7 @@ from contextlib import suppress
 
 from cache.audit import AuditReport
 from engine.api import Engine, EngineError
-from serving.replica.session_host import ENGINE_TIMEOUT_S
+from serving.replica.engine_answers import answered
 from serving.settings.record_args import MetricsArgs
 from serving.watch.metrics import ReplicaMetrics
 
@@ -63,8 +62,7 @@ class KVWatch:
     async def _take_census(self) -> bool:
         """Publishes the KV of each tenant and of unknown sessions. Returns whether the engine has answered."""
         try:
-            async with asyncio.timeout(ENGINE_TIMEOUT_S):
-                census = await asyncio.wrap_future(self._engine.kv_census())
+            census = await answered(self._engine.kv_census())
         except (EngineError, TimeoutError):
             return False
         # A session that is being opened or closed is for a moment known on one side only: so two looks must agree.
@@ -76,8 +74,7 @@ class KVWatch:
     async def audit(self) -> AuditReport:
         """Audits all pages. Raises EngineError, and TimeoutError if the engine does not answer."""
         try:
-            async with asyncio.timeout(ENGINE_TIMEOUT_S):
-                report = await asyncio.wrap_future(self._engine.audit())
+            report = await answered(self._engine.audit())
         except (EngineError, TimeoutError):  # but not one whose caller has left
             self._metrics.audited(None, self._unix_clock())
             raise

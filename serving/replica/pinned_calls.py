@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from engine.api import Engine, EngineError
 from serving.replica.drain import ReplicaDrain
 from serving.replica.empty_turns import EmptyTurns
+from serving.replica.engine_answers import answered
 from serving.replica.kv_watch import KVWatch
 from serving.replica.ordered_moves import OrderedMoves
-from serving.replica.session_host import ENGINE_TIMEOUT_S, SessionHost
+from serving.replica.session_host import SessionHost
 from serving.replica.turn_request import RequestBuilder
 from serving.replica.turn_runner import TurnRunner
 from serving.replica.unnamed_sessions import UnnamedSessions
@@ -96,8 +96,7 @@ class PinnedCalls:
                 return self._turns.abort(call.request_id, call.tenant)
             case Flush():
                 self._unnamed.forget_all()
-                async with asyncio.timeout(ENGINE_TIMEOUT_S):
-                    return await asyncio.wrap_future(self._engine.flush())
+                return await answered(self._engine.flush())
             case Drain():
                 return await self._drain.order()
             case Audit():
@@ -105,8 +104,7 @@ class PinnedCalls:
             case Describe():
                 return self._describe()
             case SessionPlaces():
-                async with asyncio.timeout(ENGINE_TIMEOUT_S):
-                    return await asyncio.wrap_future(self._engine.session_places(call.session_ids))
+                return await answered(self._engine.session_places(call.session_ids))
             case MetricsText():
                 return self._metrics.render()
             case PlantFault():

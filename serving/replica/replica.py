@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from functools import partial
 
 from controllers.errors import ControllerError
@@ -19,6 +20,7 @@ from serving.grammars.constraints import ConstraintCompiler
 from serving.logs.call_facts import CALL_FACTS, CallFacts
 from serving.replica.autoscaling_policy import ReplicaLoad
 from serving.replica.drain import HAND_OVER_INTERVAL_S
+from serving.replica.engine_answers import ENGINE_TIMEOUT_S
 from serving.replica.engine_factory import EngineFactory
 from serving.replica.engine_watch import WATCH_INTERVAL_S, EngineWatch
 from serving.replica.generation_config import sampling_defaults
@@ -27,7 +29,6 @@ from serving.replica.link_server import TICK_S, Emit, LinkServer
 from serving.replica.mailbox import Mailbox
 from serving.replica.parts import ReplicaParts
 from serving.replica.place import ReplicaPlace
-from serving.replica.session_host import ENGINE_TIMEOUT_S
 from serving.settings.config import AppArgs
 from serving.settings.model_args import ModelArgs
 from serving.text.text import TextProcessor
@@ -60,19 +61,25 @@ class LLMReplica:
         build_engine: EngineFactory,
         place_of: Callable[[AppArgs], Awaitable[ReplicaPlace]],
     ) -> None:
-        self._built = False
+        self._opened = AsyncExitStack()  # what the end of the replica closes, the last first
         self._args = args
         self._tasks = BackgroundTasks()
         mailbox = Mailbox(asyncio.get_running_loop())
         settings = args.engine_settings()
         # Meanwhile the replica waits for the controller, which may only be starting.
-        self._building = asyncio.create_task(asyncio.to_thread(build_engine, settings, mailbox.deliver))
+        building = asyncio.create_task(asyncio.to_thread(build_engine, settings, mailbox.deliver))
+        self._opened.push_async_callback(_stop_engine, building)
         self._place = place = await place_of(args)
-        self._engine = engine = await self._building
+        self._opened.callback(place.controller.close)
+        self._opened.push_async_callback(place.listener.close)
+        self._engine = engine = await building
         self._text = text = await asyncio.to_thread(place.load_text, settings.model, engine)
         sampling = await asyncio.to_thread(_sampling_of, args.model)
         self._links = LinkServer(place.listener, self.serve, self._tasks)
-        self._spans = open_spans(args.tracing, "replica", place.replica_id)
+        spans = open_spans(args.tracing, "replica", place.replica_id)
+        if spans is not None:
+            self._opened.push_async_callback(asyncio.to_thread, spans.close)
+        self._opened.push_async_callback(self._tasks.stop, ENGINE_STOP_TIMEOUT_S)
         self._parts = ReplicaParts(
             args,
             place,
@@ -84,10 +91,10 @@ class LLMReplica:
             constraints=ConstraintCompiler(text.tokenizer, engine.vocab_size),
             model=_served_model(text, engine),
             sampling=sampling,
-            spans=self._spans,
+            spans=spans,
         )
         self._watch = EngineWatch(engine, self._parts.heartbeats, step_timeout_s=args.replicas.step_timeout_s)
-        self._built = True
+        self._opened.push_async_callback(self._retire)
         await self._start()
 
     async def serve(self, call: AnyCall, emit: Emit) -> None:
@@ -135,31 +142,13 @@ class LLMReplica:
     async def __del__(self) -> None:
         """Stops the replica. Serve also calls this after `__init__` has raised, at any of its lines: that error must
         stay the visible one."""
-        building: asyncio.Task[Engine] | None = getattr(self, "_building", None)
-        if building is None:
-            return
-        await asyncio.wait([building])
-        if building.cancelled() or building.exception() is not None:
-            return
-        try:
-            if self._built:
-                await self._parts.drain.retire(RETIRE_SHARE * self._args.replicas.graceful_shutdown_timeout_s)
-                await self._parts.heartbeats.farewell()
-        finally:
-            await self._stop(building.result())
+        opened: AsyncExitStack | None = getattr(self, "_opened", None)
+        if opened is not None:
+            await opened.aclose()
 
-    async def _stop(self, engine: Engine) -> None:
-        await self._tasks.stop(ENGINE_STOP_TIMEOUT_S)
-        if (place := getattr(self, "_place", None)) is not None:
-            await place.listener.close()
-        if self._built:
-            self._place.controller.close()
-        if (spans := getattr(self, "_spans", None)) is not None:
-            await asyncio.to_thread(spans.close)
-        try:
-            await asyncio.to_thread(engine.stop, ENGINE_STOP_TIMEOUT_S)
-        except (EngineError, TimeoutError) as error:
-            logger.error("the engine did not stop: %s", error)
+    async def _retire(self) -> None:
+        await self._parts.drain.retire(RETIRE_SHARE * self._args.replicas.graceful_shutdown_timeout_s)
+        await self._parts.heartbeats.farewell()
 
     async def _start(self) -> None:
         await asyncio.to_thread(_warm, self._text)
@@ -197,6 +186,17 @@ class LLMReplica:
 
     async def _publish_gauges(self) -> None:
         self._place.publish_gauges(self._engine.stats())
+
+
+async def _stop_engine(building: asyncio.Task[Engine]) -> None:
+    """Stops the engine once it is built, if it could be."""
+    await asyncio.wait([building])
+    if building.cancelled() or building.exception() is not None:
+        return
+    try:
+        await asyncio.to_thread(building.result().stop, ENGINE_STOP_TIMEOUT_S)
+    except (EngineError, TimeoutError) as error:
+        logger.error("the engine did not stop: %s", error)
 
 
 def execution_line(engine: Engine) -> str:

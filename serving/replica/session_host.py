@@ -26,14 +26,13 @@ from controllers.session_keys import named
 from controllers.turns import Fork, Turn
 from engine.api import Engine, EngineError, SessionBusy
 from serving.background import BackgroundTasks, TasksByKey
+from serving.replica.engine_answers import carried_out
 from serving.replica.turn_request import history_chain
 from serving.wire.controller_calls import ControllerCalls
 from serving.wire.turns import ForkedSession
 
 logger = logging.getLogger(__name__)
 
-ENGINE_TIMEOUT_S = 10.0
-"""How long a replica waits for its engine, whatever it asks."""
 ENDS_AT_ONCE = 64  # idle sessions: each waits for a step of the engine and for the controller
 
 T = TypeVar("T")
@@ -243,9 +242,9 @@ class SessionHost:
         first turn computes what is missing."""
         try:
             if self._sessions.knows(child.session_id, child.epoch):
-                kv_tokens = await self._from_engine(self._engine.session_kv_tokens())
+                kv_tokens = await carried_out(self._engine.session_kv_tokens())
                 return kv_tokens.get(child.session_id, 0)
-            return await self._from_engine(
+            return await carried_out(
                 self._engine.fork_session(
                     fork.session_id, child.session_id, fork.history, fork.history_len, history_chain(fork)
                 )
@@ -300,13 +299,8 @@ class SessionHost:
 
     async def _freed(self, session_id: str, asked: Future[None]) -> None:
         try:
-            await self._from_engine(asked)
+            await carried_out(asked)
         except SessionBusy:
             logger.warning("session %s: KV still in use", session_id)
         except (EngineError, TimeoutError) as error:
             logger.warning("session %s: KV not freed: %r", session_id, error)
-
-    async def _from_engine(self, future: Future[T]) -> T:
-        """Waits for the engine, at most ENGINE_TIMEOUT_S. After a timeout the engine still does what it was asked."""
-        async with asyncio.timeout(ENGINE_TIMEOUT_S):
-            return await asyncio.shield(asyncio.wrap_future(future))

@@ -213,22 +213,10 @@ class RayLLM:
     """Create it inside a replica. `model` is the value of the label `model_name`."""
 
     def __init__(self, names: LLMNames, model: str) -> None:
-        self._names: LLMNames = names
-        self._counters: dict[str, Counter] = {}
-        self._histograms: dict[str, Histogram] = {}
-        for figure in TURN_FIGURES[names]:
-            if figure.buckets:
-                made = Histogram(figure.name, figure.source, list(figure.buckets), (MODEL,))
-                made.set_default_tags({MODEL: model})
-                self._histograms[figure.name] = made
-            else:
-                self._counters[figure.name] = _counter(figure.name, figure.source, model)
+        self._of_turns = [(figure, _made(figure, model)) for figure in TURN_FIGURES[names]]
+        self._of_now = [(figure, _gauge(figure, model)) for figure in NOW_FIGURES[names]]
         self._before: EngineStats | None = None
         self._told: dict[str, float] = {}
-        self._gauges: dict[str, Gauge] = {}
-        for now in NOW_FIGURES[names]:
-            gauge = self._gauges[now.name] = Gauge(now.name, now.source, (MODEL,))
-            gauge.set_default_tags({MODEL: model})
         self._requests = Counter(SERVE_REQUESTS, "Turns.", ("route",))
         self._finished = None
         if names == "vllm":
@@ -238,14 +226,14 @@ class RayLLM:
 
     def ended(self, turn: EndedTurn) -> None:
         """Counts a turn of this replica that has ended."""
-        for figure in TURN_FIGURES[self._names]:
+        for figure, made in self._of_turns:
             value = figure.of(turn)
             if value is None:
                 continue
-            if figure.buckets:
-                self._histograms[figure.name].observe(value, {})
+            if isinstance(made, Histogram):
+                made.observe(value, {})
             elif value:
-                self._counters[figure.name].inc(value, {})
+                made.inc(value, {})
         self._requests.inc(1, {"route": ""})
         if self._finished is not None:
             self._finished.inc(1, {"finished_reason": turn.reason})
@@ -253,11 +241,25 @@ class RayLLM:
     def publish(self, stats: EngineStats) -> None:
         """Call it every few seconds, see RayGauges."""
         before, self._before = self._before or stats, stats
-        for now in NOW_FIGURES[self._names]:
-            value = now.of(stats, before)
+        for figure, gauge in self._of_now:
+            value = figure.of(stats, before)
             if value is not None:
-                self._told[now.name] = value
-            self._gauges[now.name].set(self._told.get(now.name, 0.0), {})
+                self._told[figure.name] = value
+            gauge.set(self._told.get(figure.name, 0.0), {})
+
+
+def _made(figure: TurnFigure, model: str) -> Counter | Histogram:
+    if not figure.buckets:
+        return _counter(figure.name, figure.source, model)
+    made = Histogram(figure.name, figure.source, list(figure.buckets), (MODEL,))
+    made.set_default_tags({MODEL: model})
+    return made
+
+
+def _gauge(figure: NowFigure, model: str) -> Gauge:
+    made = Gauge(figure.name, figure.source, (MODEL,))
+    made.set_default_tags({MODEL: model})
+    return made
 
 
 def _counter(name: str, text: str, model: str, *labels: str) -> Counter:

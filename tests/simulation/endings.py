@@ -34,8 +34,8 @@ def _of_replica(replica: LLMReplica) -> Iterator[str]:
         "live turns": turns._live,
         "takers of deltas": turns._mailbox._takers,
         "sessions": host._sessions._sessions,
-        "sessions being loaded": host._loading,
-        "forks": host._forking,
+        "sessions being loaded": host._loading._tasks,
+        "forks": host._forking._tasks,
         "tasks": replica._tasks._tasks,
     }
     yield from (f"{name}: {list(table)}" for name, table in tables.items() if table)

@@ -56,18 +56,27 @@ class Listener:
         self.closed = True
 
 
+class Connections:
+    """The connections to a controller that is never asked."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
 async def test_a_replica_that_cannot_load_its_tokenizer(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its end raised AttributeError before it had closed anything."""
     engines = Engines()
     listener: Any = Listener()
+    controller: Any = Connections()
 
     def load_text(_settings: ModelSettings, _engine: Engine) -> Any:
         raise BadCheckpoint("tokenizer.json is not JSON")
 
     async def place_of(_args: AppArgs) -> ReplicaPlace:
-        controller: Any = None
         return ReplicaPlace(
             "replica-a",
             controller,
@@ -82,6 +91,7 @@ async def test_a_replica_that_cannot_load_its_tokenizer(
     with pytest.raises(BadCheckpoint):
         await start_and_end(engines, place_of, monkeypatch)
     assert listener.closed
+    assert controller.closed
     assert not engines[0].alive
     assert not caplog.records
 

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.api import EngineStopped
-from serving.replica import kv_watch
+from serving.replica import engine_answers
 from serving.replica.kv_watch import MOST_TENANTS, by_tenant
 from tests.unit.serving.replica_rig import call, running_rig
 
@@ -77,7 +77,7 @@ async def test_each_walk_counts(tmp_path: Path) -> None:
 async def test_a_walk_that_is_due_while_the_engine_is_silent_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_watch, "ENGINE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(engine_answers, "ENGINE_TIMEOUT_S", 0.01)
     async with running_rig(tmp_path) as rig:
         with monkeypatch.context() as silent:
             silent.setattr(rig.engine, "kv_census", Future)

@@ -29,6 +29,7 @@ from engine.api import (
     StepFailed,
 )
 from serving.replica import session_host
+from serving.replica.engine_answers import ENGINE_TIMEOUT_S
 from serving.replica.replica import execution_line
 from serving.wire.calls import RewindSession
 from tests.unit.engine.null_runner import null_generate
@@ -302,9 +303,7 @@ async def test_neither_a_rewind_nor_a_turn_after_it_waits_for_the_engine_to_cut_
     history = [1, *tokens_of(await rig.run(call([1], "s"), epoch))]
     with monkeypatch.context() as patched:
         patched.setattr(rig.engine, "rewind_session", lambda *_: Future())
-        async with asyncio.timeout(
-            session_host.ENGINE_TIMEOUT_S / 2
-        ):  # the engine never does, and would be waited for
+        async with asyncio.timeout(ENGINE_TIMEOUT_S / 2):  # the engine never does, and would be waited for
             await rig.empty_turns.rewind(RewindSession("s", epoch, 3))
             events = await rig.run(call([2], "s"), epoch)
     assert tokens_of(events) == null_generate([*history[:3], 2], 8, VOCAB_SIZE)

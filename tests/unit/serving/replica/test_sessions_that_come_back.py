@@ -13,7 +13,7 @@ import pytest
 
 from controllers.records import ForkOrder
 from engine.api import SessionBusy
-from serving.replica import session_host
+from serving.replica import engine_answers
 from serving.wire.calls import RewindSession
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.replica_rig import VOCAB_SIZE, Rig, call, local_controller, running_rig, tokens_of
@@ -96,7 +96,7 @@ async def test_a_session_that_comes_during_a_step_is_submitted_in_it(
     """The turn does not wait for stale KV to be freed, because the engine frees it before the turn. It used to wait for
     the step."""
     rig = await left_and_continued_elsewhere(owners)
-    monkeypatch.setattr(session_host, "ENGINE_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(engine_answers, "ENGINE_TIMEOUT_S", 3600.0)
     rig.runner.hold()
     other = asyncio.create_task(rig.run(call([9], max_new_tokens=2)))
     await rig.runner.held()
@@ -112,7 +112,7 @@ async def test_kv_that_was_not_freed_is_used_as_far_as_the_history_agrees(
     owners: TwoOwners, monkeypatch: pytest.MonkeyPatch, reason: Exception | None
 ) -> None:
     rig = await left_and_continued_elsewhere(owners)
-    monkeypatch.setattr(session_host, "ENGINE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(engine_answers, "ENGINE_TIMEOUT_S", 0.01)
     monkeypatch.setattr(rig.engine, "close_session", failing(reason))
     assert await owners.say(rig, [60]) == 6
     assert await owners.say(rig, [61]) == len(owners.history) - 10
@@ -122,7 +122,7 @@ async def test_a_fork_shares_its_parent_s_kv_as_far_as_the_history_agrees(
     owners: TwoOwners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = await left_and_continued_elsewhere(owners)
-    monkeypatch.setattr(session_host, "ENGINE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(engine_answers, "ENGINE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(rig.engine, "close_session", failing(SessionBusy("session s has a turn in flight")))
     forked = await rig.host.fork("s", owners.epoch, ForkOrder("child", "key", length=9))
     assert forked.cached_tokens == 6
@@ -146,7 +146,7 @@ async def test_what_was_asked_of_the_engine_is_done_though_nobody_waits_any_more
 ) -> None:
     rig = owners.rigs["a"]
     await owners.say(rig, [1, 2, 3])
-    monkeypatch.setattr(session_host, "ENGINE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(engine_answers, "ENGINE_TIMEOUT_S", 0.05)
     rig.runner.hold()
     other = asyncio.create_task(rig.run(call([9], max_new_tokens=2)))
     await rig.runner.held()

@@ -60,7 +60,7 @@ def test_rays_metrics_take_it(names: LLMNames, _board: DashboardConfig) -> None:
     told.ended(replace_turn(output_tokens=0, decode_s=None, ttft_s=None, prefill_s=None, reason="abort"))
     told.publish(stats())
     told.publish(replace(stats(), cached_tokens=860, prefill_tokens=940))
-    for made in (*told._counters.values(), *told._histograms.values(), *told._gauges.values()):
+    for _, made in (*told._of_turns, *told._of_now):
         assert made.info["default_tags"][MODEL] == "m"
 
 
