@@ -39,7 +39,7 @@ class GrammarTrial:
     ends with this object, or with the process that owns this object."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self._head = {"tokenizer": tokenizer.to_str(), "vocab_size": vocab_size}
+        self._head = {"tokenizer": tokenizer.to_str(), "vocab_size": vocab_size, "cpu_s": CPU_S}
         self._worker: _Worker | None = None
 
     def refusal(self, constraint: OutputConstraint) -> str | None:

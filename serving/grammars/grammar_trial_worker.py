@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from engine.api import ConstraintFailed
 from serving.grammars.grammar_constraint import reason_of
-from serving.grammars.grammar_trial import CPU_S, MEMORY_BYTES, STACK_BYTES
+from serving.grammars.grammar_trial import MEMORY_BYTES, STACK_BYTES
 from serving.grammars.grammars import Grammars
 from serving.wire.turns import OutputConstraint
 
@@ -39,7 +39,7 @@ def _serve() -> None:
     _bound_memory()
     _say({"ready": True})
     for line in sys.stdin:
-        _bound_time()
+        _bound_time(head["cpu_s"])
         _say({"reason": _refusal(grammars, OutputConstraint(**json.loads(line)))})
 
 
@@ -63,10 +63,10 @@ def _bound_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _bound_time() -> None:
+def _bound_time(cpu_s: int) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + CPU_S, hard))
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + cpu_s, hard))
 
 
 def _say(answer: dict[str, object]) -> None:

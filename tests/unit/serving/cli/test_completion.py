@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -17,9 +16,9 @@ from tests.unit.serving.replica_rig import REPLICA_ID
 from tests.unit.serving.served_service import ServedService, served_service
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[ServedService]:
-    with served_service(tmp_path) as served:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedService]:
+    with served_service(tmp_path_factory.mktemp("served")) as served:
         for session_id, tenant in (("anna-1", ""), ("anna-2", ""), ("bob", ""), ("anna-3", "acme")):
             headers = {"x-tenant-id": tenant} if tenant else {}
             body = {"session_id": session_id}

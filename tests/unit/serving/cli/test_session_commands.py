@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,30 @@ from tests.unit.serving.served_service import ServedService, served_service
 LONG = "hello " * 40
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[ServedService]:
+@contextmanager
+def with_two_turns(directory: Path) -> Iterator[ServedService]:
     """A service whose session "a/b" has two turns. The first is long."""
-    with served_service(tmp_path) as served:
+    with served_service(directory) as served:
         for content in (LONG, "and\nnow?"):
             body = {"messages": [{"role": "user", "content": content}], "max_tokens": 3}
             reply = httpx.post(
                 f"{served.address}/v1/chat/completions", json=body, headers={"x-session-id": "a/b"}
             )
             assert reply.status_code == 200, reply.text
+        yield served
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[ServedService]:
+    """For a test that changes the session."""
+    with with_two_turns(tmp_path) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedService]:
+    """For all tests that leave the session as it is."""
+    with with_two_turns(tmp_path_factory.mktemp("shared")) as served:
         yield served
 
 
@@ -50,10 +65,10 @@ def read(served: ServedService, session_id: str = "a%2Fb") -> dict[str, Any]:
     return dict(reply.json())
 
 
-def test_show_tells_each_turn_and_its_checkpoint(served: ServedService) -> None:
-    result = kedge(served, "show", "a/b")
+def test_show_tells_each_turn_and_its_checkpoint(shared: ServedService) -> None:
+    result = kedge(shared, "show", "a/b")
     assert result.exit_code == 0, result.output
-    first, second = read(served)["checkpoints"]
+    first, second = read(shared)["checkpoints"]
     lines = result.output.splitlines()
     assert f"owner    {REPLICA_ID}, epoch 1" in lines
     rows = [line for line in lines if " user " in line or " assistant " in line]
@@ -66,29 +81,29 @@ def test_show_tells_each_turn_and_its_checkpoint(served: ServedService) -> None:
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_show_in_full_shortens_nothing(served: ServedService) -> None:
-    output = kedge(served, "show", "a/b", "--full").output
+def test_show_in_full_shortens_nothing(shared: ServedService) -> None:
+    output = kedge(shared, "show", "a/b", "--full").output
     assert output.count("hello") == LONG.count("hello")
     assert "…" not in output
 
 
-def test_show_for_programs_is_what_the_server_says(served: ServedService) -> None:
-    shown, expected = told(served, "show", "a/b"), read(served)
+def test_show_for_programs_is_what_the_server_says(shared: ServedService) -> None:
+    shown, expected = told(shared, "show", "a/b"), read(shared)
     for figures in (shown, expected):
         del figures["idle_s"], figures["size_bytes"]
     assert shown == expected
 
 
-def test_show_of_a_session_without_turns(served: ServedService) -> None:
-    httpx.post(f"{served.address}/v1/kedge/sessions", json={"session_id": "new"})
-    assert "nothing was said in it yet" in kedge(served, "show", "new").output
+def test_show_of_a_session_without_turns(shared: ServedService) -> None:
+    httpx.post(f"{shared.address}/v1/kedge/sessions", json={"session_id": "new"})
+    assert "nothing was said in it yet" in kedge(shared, "show", "new").output
 
 
 @pytest.mark.parametrize(
     "arguments", [("show",), ("close",), ("fork",), ("rewind", "--turn", "0"), ("move", "--to", REPLICA_ID)]
 )
-def test_an_unknown_session_is_told_in_one_line(served: ServedService, arguments: tuple[str, ...]) -> None:
-    result = kedge(served, arguments[0], "unknown", *arguments[1:])
+def test_an_unknown_session_is_told_in_one_line(shared: ServedService, arguments: tuple[str, ...]) -> None:
+    result = kedge(shared, arguments[0], "unknown", *arguments[1:])
     assert result.exit_code == 1
     assert result.output.startswith(f"kedge sessions {arguments[0]}: 404: ")
     assert len(result.output.splitlines()) == 1
@@ -105,19 +120,19 @@ def test_rewind(served: ServedService, what: str) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--turn", "0", "--to", "5")])
-def test_rewind_wants_to_know_where_to(served: ServedService, options: tuple[str, ...]) -> None:
-    before = read(served)["tokens"]
-    result = kedge(served, "rewind", "a/b", *options, columns=200)
+def test_rewind_wants_to_know_where_to(shared: ServedService, options: tuple[str, ...]) -> None:
+    before = read(shared)["tokens"]
+    result = kedge(shared, "rewind", "a/b", *options, columns=200)
     assert result.exit_code == 2
     assert "either --turn TURN or --to TOKENS" in result.output
-    assert read(served)["tokens"] == before
+    assert read(shared)["tokens"] == before
 
 
-def test_fork_at_a_turn(served: ServedService) -> None:
-    end = read(served)["checkpoints"][0]["tokens"]
-    forked = told(served, "fork", "a/b", "--turn", "0", "--as", "child")
+def test_fork_at_a_turn(shared: ServedService) -> None:
+    end = read(shared)["checkpoints"][0]["tokens"]
+    forked = told(shared, "fork", "a/b", "--turn", "0", "--as", "child")
     assert (forked["session_id"], forked["tokens"]) == ("child", end)
-    assert kedge(served, "fork", "a/b", "--turn", "0", "--at", "1").exit_code == 2
+    assert kedge(shared, "fork", "a/b", "--turn", "0", "--at", "1").exit_code == 2
 
 
 def test_close(served: ServedService) -> None:
@@ -136,10 +151,10 @@ def test_close_tells_what_it_closed_before_it_failed(served: ServedService) -> N
     assert "404" in result.stderr
 
 
-def test_move_to_where_it_is(served: ServedService) -> None:
-    result = kedge(served, "move", "a/b", "--to", REPLICA_ID)
+def test_move_to_where_it_is(shared: ServedService) -> None:
+    result = kedge(shared, "move", "a/b", "--to", REPLICA_ID)
     assert (result.exit_code, result.output) == (0, f"a/b: is at {REPLICA_ID} already, epoch 1\n")
-    assert told(served, "move", "a/b", "--to", REPLICA_ID) == {
+    assert told(shared, "move", "a/b", "--to", REPLICA_ID) == {
         "session_id": "a/b",
         "from": REPLICA_ID,
         "to": REPLICA_ID,
@@ -149,20 +164,20 @@ def test_move_to_where_it_is(served: ServedService) -> None:
 
 
 @pytest.mark.parametrize(("to", "status"), [(("--to", "elsewhere"), "400"), ((), "503")])
-def test_move_says_why_not(served: ServedService, to: tuple[str, ...], status: str) -> None:
-    result = kedge(served, "move", "a/b", *to)
+def test_move_says_why_not(shared: ServedService, to: tuple[str, ...], status: str) -> None:
+    result = kedge(shared, "move", "a/b", *to)
     assert result.exit_code == 1
     assert result.output.startswith(f"kedge sessions move: {status}: ")
 
 
-def test_another_tenants_session_is_named_with_its_tenant(served: ServedService) -> None:
+def test_another_tenants_session_is_named_with_its_tenant(shared: ServedService) -> None:
     httpx.post(
-        f"{served.address}/v1/kedge/sessions", json={"session_id": "s"}, headers={"x-tenant-id": "acme"}
+        f"{shared.address}/v1/kedge/sessions", json={"session_id": "s"}, headers={"x-tenant-id": "acme"}
     )
-    assert kedge(served, "show", "s").exit_code == 1
+    assert kedge(shared, "show", "s").exit_code == 1
     for arguments in (("show", "s", "--tenant", "acme"), ("--tenant", "acme", "show", "s")):
-        assert "tenant   acme" in kedge(served, *arguments).output
-    assert [row["session_id"] for row in told(served, "--tenant", "acme")["sessions"]] == ["s"]
+        assert "tenant   acme" in kedge(shared, *arguments).output
+    assert [row["session_id"] for row in told(shared, "--tenant", "acme")["sessions"]] == ["s"]
 
 
 def test_turns_without_words_of_their_own() -> None:

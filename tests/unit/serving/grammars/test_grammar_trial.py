@@ -24,7 +24,8 @@ FOR_EVER = OutputConstraint("json_schema", json.dumps({"multipleOf": 999_983}))
 
 
 @pytest.fixture
-def trial() -> GrammarTrial:
+def trial(monkeypatch: pytest.MonkeyPatch) -> GrammarTrial:
+    monkeypatch.setattr(grammar_trial, "CPU_S", 1)
     return GrammarTrial(byte_level_tokenizer().backend_tokenizer, 1000)
 
 
@@ -33,12 +34,18 @@ def pid_of(trial: GrammarTrial) -> int:
     return trial._worker._process.pid
 
 
-def test_a_process_for_all_trials(trial: GrammarTrial) -> None:
+def test_a_process_for_all_trials_that_ends_with_its_owner() -> None:
+    trial = GrammarTrial(byte_level_tokenizer().backend_tokenizer, 1000)
     assert trial.refusal(GOOD) is None
     pid = pid_of(trial)
     assert "unclosed group" in str(trial.refusal(BAD))
     assert trial.refusal(GOOD) is None
     assert pid_of(trial) == pid
+    assert trial._worker is not None
+    process = trial._worker._process
+    del trial
+    gc.collect()
+    assert process.poll() is not None
 
 
 def test_what_ends_it_costs_that_grammar_alone(trial: GrammarTrial) -> None:
@@ -87,16 +94,6 @@ def test_one_that_cannot_start_says_nothing_of_the_grammar(
         with pytest.raises(ServiceError):
             trial.refusal(GOOD)
     assert trial.refusal(GOOD) is None
-
-
-def test_it_ends_with_its_owner() -> None:
-    trial = GrammarTrial(byte_level_tokenizer().backend_tokenizer, 1000)
-    assert trial.refusal(GOOD) is None
-    assert trial._worker is not None
-    process = trial._worker._process
-    del trial
-    gc.collect()
-    assert process.poll() is not None
 
 
 def test_it_ends_with_a_process_that_is_killed() -> None:

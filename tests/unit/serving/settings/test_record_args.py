@@ -72,16 +72,3 @@ def test_where_the_exporter_is_missing_nothing_starts_and_it_is_named(tmp_path: 
     assert done.stderr.startswith("kedge serve: ")
     assert "args.tracing.endpoint: traces need a package" in done.stderr
     assert ".venv/bin/pip install -e '.[tracing]'" in done.stderr
-
-
-def test_nothing_of_opentelemetry_is_loaded_where_nothing_is_traced() -> None:
-    """This means OTLP's exporter and what it needs. Ray itself loads other parts of OpenTelemetry."""
-    program = "import sys, serving.front.ingress, serving.replica.turn_runner; print(*sys.modules)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert not [
-        name
-        for name in loaded.stdout.split()
-        if name.startswith(("opentelemetry.exporter.otlp", "serving.trace.spans"))
-    ]
