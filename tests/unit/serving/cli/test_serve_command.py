@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from gcs_server import LOOPBACK, OWN, GcsServer
 from started_kedge import start_kedge
+from typer.testing import CliRunner
 
+from serving.cli.main import app
 from serving.cli.start import environment
 from serving.cli.start.environment import PORTS, Proxy, default_proxy
 from serving.cli.start.errors import StartError
@@ -84,8 +86,23 @@ def refused(started: Started) -> str:
     return started.error
 
 
-def test_it_runs_serve_run(kedge: Kedge) -> None:
-    started = kedge.serve()
+def refused_settings(config: Path) -> str:
+    """The reason why nothing was started, not even a look at the Ray cluster."""
+    result = CliRunner().invoke(app, ["serve", "--address", "nonsense", str(config)])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("kedge serve: "), result.output
+    return result.stderr
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> tuple[Kedge, Started]:
+    """A start without options."""
+    kedge = Kedge(tmp_path_factory.mktemp("usual"))
+    return kedge, kedge.serve(RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="1")
+
+
+def test_it_runs_serve_run(usual: tuple[Kedge, Started]) -> None:
+    kedge, started = usual
     assert started.arguments == ["run", str(kedge.config)]
     assert started.status == 7, "the exit status is that of serve run"
     assert started.environment["PATH"].split(os.pathsep)[0] == str(kedge.executables)
@@ -96,25 +113,25 @@ def test_it_runs_serve_run(kedge: Kedge) -> None:
     )
 
 
-def test_bad_settings_are_named_before_ray_is_asked_for(kedge: Kedge, tmp_path: Path) -> None:
+def test_bad_settings_are_named_before_ray_is_asked_for(tmp_path: Path) -> None:
     config = tmp_path / "cluster.yaml"
     config.write_text(CONFIG.read_text().replace("page_size:", "page_sise:"))
-    why = refused(kedge.serve("--address", "nonsense", config=config))
+    why = refused_settings(config)
     assert f"{config}: bad application settings:" in why
     assert "args.cache: unknown key 'page_sise'; did you mean 'page_size'?" in why
 
 
-def test_a_file_that_is_no_yaml_is_named(kedge: Kedge, tmp_path: Path) -> None:
+def test_a_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:
     config = tmp_path / "other.yaml"
     config.write_text("a: [")
-    why = refused(kedge.serve(config=config))
+    why = refused_settings(config)
     assert f"{config}: " in why
     assert "expected the node content" in why
 
 
-def test_a_model_in_place_of_the_settings_is_told_where_models_are_named(kedge: Kedge) -> None:
+def test_a_model_in_place_of_the_settings_is_told_where_models_are_named() -> None:
     """`vllm serve MODEL` takes a model. The answer was only `[Errno 2]`, with the name twice."""
-    why = refused(kedge.serve(config=Path("Qwen/Qwen3-0.6B")))
+    why = refused_settings(Path("Qwen/Qwen3-0.6B"))
     assert (
         why.count("Qwen/Qwen3-0.6B")
         == why.count("Qwen/Qwen3-0.6B cannot be read: No such file or directory.")
@@ -145,9 +162,9 @@ def haproxy() -> None:
 
 
 @pytest.mark.usefixtures("haproxy")
-def test_haproxy_is_set_up(kedge: Kedge) -> None:
+def test_haproxy_is_set_up(usual: tuple[Kedge, Started]) -> None:
     """HAProxy is the default, so that the fastest way needs no flag."""
-    started = kedge.serve(RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="1")
+    kedge, started = usual
     found = {name: value for name, value in started.environment.items() if name.startswith("RAY_SERVE_")}
     files = Path(f"/tmp/kedge-{os.getuid()}")
     assert files.stat().st_mode & 0o777 == 0o700

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -16,17 +14,18 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from engine.api import FinishReason, LogprobParams, SamplingParams, TokenConstraint
-from serving.grammars.constraints import ConstraintCompiler
+from serving.grammars.grammars import Grammars
 from serving.text.text import TextProcessor
 from serving.wire.turns import ChatPrompt, OutputConstraint
 from tests.unit.engine.driver import Outcome, greedy, request
 from tests.unit.engine.engine_rig import WAIT_S
 from tests.unit.engine.model_rig import MODEL, ModelRig, running_model
+from tests.unit.serving.held_outputs import allowed_ids
 from tests.unit.serving.json_schemas import schemas
 
 END = 2
 TEXT = TextProcessor.load(str(MODEL), vocab_size=2048, max_context_len=2048)
-COMPILER = ConstraintCompiler(TEXT.tokenizer, 2048)
+GRAMMARS = Grammars(TEXT.tokenizer, 2048)
 PROMPT = TEXT.encode_prompt(
     ChatPrompt(({"role": "user", "content": "My dog is called Rex. What is my dog called?"},))
 )
@@ -43,11 +42,11 @@ PERSON = {
 
 
 def constraint(schema: object) -> TokenConstraint:
-    return asyncio.run(COMPILER.compile(OutputConstraint("json_schema", json.dumps(schema))))
+    return GRAMMARS.begin(GRAMMARS.compile(OutputConstraint("json_schema", json.dumps(schema))))
 
 
 def regex(source: str) -> TokenConstraint:
-    return asyncio.run(COMPILER.compile(OutputConstraint("regex", source)))
+    return GRAMMARS.begin(GRAMMARS.compile(OutputConstraint("regex", source)))
 
 
 def text_of(outcome: Outcome) -> str:
@@ -89,23 +88,27 @@ def test_every_finished_output_fits_its_schema(model: ModelRig, wanted: dict[str
             jsonschema.validate(json.loads(text_of(outcome)), wanted)
 
 
-def test_greedy_is_the_best_of_what_is_allowed(model: ModelRig) -> None:
-    """The reference is transformers, with the mask laid over its logits by hand."""
+@pytest.fixture(scope="module")
+def best() -> list[int]:
+    """The greedy answer that fits PERSON: of transformers, with the mask laid over its logits by hand."""
     reference = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     expected: list[int] = []
     walk = constraint(PERSON)
     while not walk.complete:
         with torch.inference_mode():
-            logits_V = reference(torch.tensor([[*PROMPT, *expected]])).logits[0, -1].clone()
-        mask_V = np.unpackbits(np.frombuffer(walk.allowed(), dtype=np.uint8), bitorder="little")
-        logits_V = logits_V.masked_fill(torch.from_numpy(mask_V) == 0, float("-inf"))
-        expected.append(int(logits_V.argmax()))
+            logits_V = reference(torch.tensor([[*PROMPT, *expected]])).logits[0, -1]
+        allowed = allowed_ids(walk)
+        expected.append(allowed[int(logits_V[allowed].argmax())])
         walk.accept(expected[-1])
+    return expected
+
+
+def test_greedy_is_the_best_of_what_is_allowed(model: ModelRig, best: list[int]) -> None:
     told = {"sampling": greedy(300), "constraint": constraint(PERSON)}
     free = {"sampling": greedy(60)}
     (alone,) = say(model, free.copy())
     held, beside = say(model, told, free)
-    assert held.token_ids == expected
+    assert held.token_ids == best
     jsonschema.validate(json.loads(text_of(held)), PERSON)
     assert beside.token_ids == alone.token_ids
 

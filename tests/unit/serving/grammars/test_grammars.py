@@ -24,6 +24,7 @@ from serving.grammars.grammar_constraint import MAX_REASON_CHARS
 from serving.grammars.grammar_trial import TOO_MUCH, GrammarTrial
 from serving.text.text import TextProcessor
 from serving.wire.turns import OutputConstraint
+from tests.unit.serving.held_outputs import allowed_ids
 from tests.unit.serving.json_schemas import schemas
 from tests.unit.serving.small_tokenizer import END_ID, byte_level_tokenizer, piece_tokenizer
 
@@ -52,17 +53,18 @@ def schema(source: object) -> OutputConstraint:
     return OutputConstraint("json_schema", source if isinstance(source, str) else json.dumps(source))
 
 
+def calls_with(parameters: object) -> OutputConstraint:
+    functions = [{"name": "f", "parameters": parameters}]
+    source = {"format": "pythonic", "functions": functions, "parallel": True, "answer": None}
+    return OutputConstraint("tool_calls", json.dumps(source))
+
+
 def regex(source: str) -> OutputConstraint:
     return OutputConstraint("regex", source)
 
 
 def begun(wanted: OutputConstraint, by: ConstraintCompiler = COMPILER) -> TokenConstraint:
     return asyncio.run(by.compile(wanted))
-
-
-def allowed_ids(constraint: TokenConstraint) -> list[int]:
-    bits = np.unpackbits(np.frombuffer(constraint.allowed(), dtype=np.uint8), bitorder="little")
-    return [int(token) for token in np.flatnonzero(bits)]
 
 
 def feed(constraint: TokenConstraint, text: str) -> None:
@@ -162,6 +164,7 @@ BAD = [
         "uniqueItems",
     ),
     (schema({"enum": [1, {"a": 2**53 + 1}]}), "9007199254740993 is beyond 2**53"),
+    (calls_with({"properties": 5}), "no JSON schema"),
     (regex("(a"), "unclosed group"),
     (regex("(?<=a)b"), "look"),
     (regex("a{3,1}"), "repetition"),

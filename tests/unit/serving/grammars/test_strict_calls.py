@@ -9,14 +9,12 @@ from functools import cache
 from typing import Any, get_args
 
 import jsonschema
-import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from engine.api import InvalidRequest
 from serving.grammars import grammar_trial
 from serving.grammars.constraints import ConstraintCompiler
-from serving.grammars.grammars import Grammars
 from serving.grammars.strict_calls import StrictCallsConstraint
 from serving.text.answer_parsers import answer_parser
 from serving.text.answer_pieces import CallPiece, Piece
@@ -24,6 +22,7 @@ from serving.text.reasoning.formats import ReasoningName
 from serving.text.text import TextProcessor
 from serving.text.tool_calls.formats import FormatName, tool_format
 from serving.wire.turns import OutputConstraint
+from tests.unit.serving.held_outputs import allowed_ids, grammars_of, takes
 from tests.unit.serving.small_tokenizer import byte_level_tokenizer, piece_tokenizer
 
 NAMES: tuple[FormatName, ...] = get_args(FormatName)
@@ -96,9 +95,7 @@ def source(
     return json.dumps({"format": name, "reasoning": reasoning, "functions": told})
 
 
-@cache
-def grammars(made: PreTrainedTokenizerFast) -> Grammars:
-    return Grammars(made.backend_tokenizer, len(made))
+grammars = cache(grammars_of)
 
 
 @cache
@@ -132,8 +129,7 @@ def any_call(constraint: StrictCallsConstraint, chance: random.Random) -> list[i
     """Random allowed tokens, as long as the constraint holds."""
     ids: list[int] = []
     while constraint.holds:
-        mask_V = np.unpackbits(np.frombuffer(constraint.allowed(), np.uint8), bitorder="little")
-        ids.append(chance.choice(np.flatnonzero(mask_V).tolist()))
+        ids.append(chance.choice(allowed_ids(constraint)))
         constraint.accept(ids[-1])
     return ids
 
@@ -298,10 +294,7 @@ def test_one_that_need_not_be_enforced_is_free_by_itself(monkeypatch: pytest.Mon
         constraint = asyncio.run(compiler.strict_calls(wanted))
         assert constraint is not None
         say(constraint, ids_of(made, "<tool_call>\n{"))
-        for token_id in ids_of(made, f'"name": "{function}", "arguments": {text}'):
-            mask_V = np.unpackbits(np.frombuffer(constraint.allowed(), np.uint8), bitorder="little")
-            assert mask_V[token_id]
-            constraint.accept(token_id)
+        assert takes(constraint, ids_of(made, f'"name": "{function}", "arguments": {text}'))
     multiples = {f"p{number}": {"multipleOf": 999_983 - number} for number in range(10)}  # some 30 s of work
     costly = {"f": {"type": "object", "properties": multiples}}
     assert asyncio.run(compiler.strict_calls(source("hermes", costly))) is None

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 from transformers import PreTrainedTokenizerFast
 
 from engine.api import Finish, FinishReason
-from serving.grammars.constraints import ConstraintCompiler
 from serving.text.answer_pieces import CallPiece
 from serving.text.text import TextProcessor
 from serving.text.tool_calls.formats import JSON_FORMATS, FormatName
 from serving.wire.turns import ChatPrompt, OutputConstraint, ResumedTurn, TurnCall
+from tests.unit.serving.held_outputs import any_output, grammars_of, held_to_calls
 from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, call, running_rig, tokens_of
 from tests.unit.serving.small_tokenizer import END_ID, byte_level_tokenizer, piece_tokenizer
 from tests.unit.serving.tool_texts import read_json_calls
@@ -30,9 +27,9 @@ SCHEMA = {
 }
 
 
-def wanted(name: FormatName, *, parallel: bool = False) -> OutputConstraint:
+def wanted(name: FormatName) -> OutputConstraint:
     functions = [{"name": "get_weather", "parameters": SCHEMA}]
-    source = {"format": name, "functions": functions, "parallel": parallel, "answer": None}
+    source = {"format": name, "functions": functions, "parallel": False, "answer": None}
     return OutputConstraint("tool_calls", json.dumps(source))
 
 
@@ -42,28 +39,17 @@ def with_marks(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def said(compiler: ConstraintCompiler, name: FormatName, seed: int, *, parallel: bool = False) -> list[int]:
-    """A random answer that the grammar allows."""
-    chance = random.Random(seed)
-    walk = asyncio.run(compiler.compile(wanted(name, parallel=parallel)))
-    token_ids: list[int] = []
-    while not walk.complete and not (walk.may_end and chance.random() < 0.5):
-        mask_V = np.unpackbits(np.frombuffer(walk.allowed(), dtype=np.uint8), bitorder="little")
-        token_ids.append(chance.choice(np.flatnonzero(mask_V).tolist()))
-        walk.accept(token_ids[-1])
-    return token_ids
-
-
 @pytest.mark.parametrize("name", JSON_FORMATS)
 @pytest.mark.parametrize("make", [byte_level_tokenizer, piece_tokenizer])
 def test_calls_with_special_marks(name: FormatName, make: type) -> None:
     tokenizer = with_marks(make())
     text = TextProcessor(tokenizer, vocab_size=len(tokenizer), max_context_len=1000)
-    compiler = ConstraintCompiler(tokenizer.backend_tokenizer, len(tokenizer))
+    grammars = grammars_of(tokenizer)
     form = JSON_FORMATS[name]
     marks = [tokenizer.convert_tokens_to_ids(mark) for mark in (form.opener, form.closer) if len(mark) > 1]
     for seed in range(6):
-        token_ids = said(compiler, name, seed, parallel=seed > 2)
+        held = held_to_calls(grammars, name, {"get_weather": SCHEMA}, parallel=seed > 2)
+        token_ids = any_output(held, seed)
         output = text.output_text(shown=(form.opener, form.closer))
         shown = output.push(token_ids, Finish(FinishReason.STOP))
         assert all(mark in token_ids for mark in marks if form.prefix)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.grammars.constraints import ConstraintCompiler
 from serving.text.answer_parsers import answer_parser
 from serving.text.answer_pieces import CallPiece, Piece, Thought
 from serving.text.reasoning.formats import HARMONY_TOKENS, ReasoningName
 from serving.text.tool_calls.formats import FormatName
-from serving.wire.turns import OutputConstraint
+from tests.unit.serving.held_outputs import any_output, grammars_of, held_to_calls
 from tests.unit.serving.small_tokenizer import byte_level_tokenizer
 from tests.unit.serving.tool_texts import cut, read
 
@@ -83,20 +80,10 @@ def test_an_answer_in_channels_that_is_held_to_a_call_has_one(parallel: bool) ->
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(HARMONY_TOKENS)})
     parameters = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
-    source = {
-        "format": "gpt_oss",
-        "functions": [{"name": "f", "parameters": {**parameters, "additionalProperties": False}}],
-        "parallel": parallel,
-        "answer": None,
-    }
-    compiler = ConstraintCompiler(tokenizer.backend_tokenizer, len(tokenizer))
+    functions: dict[str, object] = {"f": {**parameters, "additionalProperties": False}}
+    grammars = grammars_of(tokenizer)
     for seed in range(6):
-        walk = asyncio.run(compiler.compile(OutputConstraint("tool_calls", json.dumps(source))))
-        chance, out = np.random.default_rng(seed), list[int]()
-        while not walk.complete:
-            mask_V = np.unpackbits(np.frombuffer(walk.allowed(), dtype=np.uint8), bitorder="little")
-            out.append(int(chance.choice(np.flatnonzero(mask_V))))
-            walk.accept(out[-1])
+        out = any_output(held_to_calls(grammars, "gpt_oss", functions, parallel=parallel), seed)
         text = tokenizer.decode(out, skip_special_tokens=False)
         (call,) = read(answer_parser("gpt_oss", {}, None, inside=False), text)
         assert isinstance(call, CallPiece)

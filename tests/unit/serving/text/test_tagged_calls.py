@@ -3,23 +3,21 @@ that is held to calls contains such calls."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from serving.grammars.constraints import ConstraintCompiler
+from serving.grammars.grammars import Grammars
 from serving.text.answer_pieces import CallPiece, Piece
 from serving.text.tool_calls.formats import TAGGED_FORMATS, FormatName
 from serving.text.tool_calls.tagged_parser import TaggedCallParser
-from serving.wire.turns import OutputConstraint
+from tests.unit.serving.held_outputs import any_output, grammars_of, held_to_calls, takes
 from tests.unit.serving.small_tokenizer import byte_level_tokenizer
 from tests.unit.serving.tool_texts import cut, read
 
@@ -276,13 +274,12 @@ HELD: list[dict[str, Any]] = [
 
 
 @functools.cache
-def compiler_for(name: FormatName, *, marks: bool) -> tuple[PreTrainedTokenizerFast, ConstraintCompiler]:
-    """A tokenizer, with or without tokens for the format's marks, and its compiler, whose process takes half a second
-    to start."""
+def grammars_for(name: FormatName, *, marks: bool) -> tuple[PreTrainedTokenizerFast, Grammars]:
+    """A tokenizer, with or without tokens for the format's marks, and its grammars."""
     tokenizer = byte_level_tokenizer()
     if marks:
         tokenizer.add_special_tokens({"additional_special_tokens": list(TAGGED_FORMATS[name].shown_tokens)})
-    return tokenizer, ConstraintCompiler(tokenizer.backend_tokenizer, len(tokenizer))
+    return tokenizer, grammars_of(tokenizer)
 
 
 @pytest.mark.parametrize("schema", HELD)
@@ -292,20 +289,9 @@ def test_an_answer_that_is_held_to_calls_has_arguments_of_their_schemas(
     name: FormatName, marks: bool, schema: dict[str, Any]
 ) -> None:
     """Random walks through what is allowed, without a model."""
-    form, (tokenizer, compiler) = TAGGED_FORMATS[name], compiler_for(name, marks=marks)
-    source = {
-        "format": name,
-        "functions": [{"name": "do", "parameters": schema}],
-        "parallel": True,
-        "answer": None,
-    }
+    form, (tokenizer, grammars) = TAGGED_FORMATS[name], grammars_for(name, marks=marks)
     for seed in range(8):
-        walk = asyncio.run(compiler.compile(OutputConstraint("tool_calls", json.dumps(source))))
-        chance, out = np.random.default_rng(seed), list[int]()
-        while not walk.complete and not (walk.may_end and chance.random() < 0.5):
-            mask_V = np.unpackbits(np.frombuffer(walk.allowed(), dtype=np.uint8), bitorder="little")
-            out.append(int(chance.choice(np.flatnonzero(mask_V))))
-            walk.accept(out[-1])
+        out = any_output(held_to_calls(grammars, name, {"do": schema}), seed)
         text = tokenizer.decode(out, skip_special_tokens=False)
         pieces = read(TaggedCallParser(form, {"do": schema}), text)
         assert pieces, text
@@ -331,20 +317,15 @@ def test_free_text_ends_where_its_mark_does(
     name: FormatName, marks: bool, schema: dict[str, Any], value: Any, told_by: str
 ) -> None:
     """The token that ends a text without a limit used to be taken for a part of the text, so the call never ended."""
-    form, (tokenizer, compiler) = TAGGED_FORMATS[name], compiler_for(name, marks=marks)
+    form, (tokenizer, grammars) = TAGGED_FORMATS[name], grammars_for(name, marks=marks)
     parameters = {"type": "object", **({"properties": {"x": schema}} if told_by == "its schema" else {})}
-    function = {"name": "do", "parameters": parameters}
-    source = {"format": name, "functions": [function], "parallel": False, "answer": None}
-    walk = asyncio.run(compiler.compile(OutputConstraint("tool_calls", json.dumps(source))))
+    held = held_to_calls(grammars, name, {"do": parameters}, parallel=False)
     before = form.before_value(is_string=isinstance(value, str))
     shown = value if isinstance(value, str) else json.dumps(value)
     call = f"{form.head('do')}{form.key_opener}x{before}{shown}{form.behind_value}{form.tail}"
     text = f"{form.prefix}{call}{form.suffix}"
-    for token_id in tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids:
-        mask_V = np.unpackbits(np.frombuffer(walk.allowed(), dtype=np.uint8), bitorder="little")
-        assert mask_V[token_id]
-        walk.accept(token_id)
-    assert walk.complete or walk.may_end
+    assert takes(held, tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+    assert held.complete or held.may_end
     (piece,) = read(TaggedCallParser(form, {"do": parameters}), text)
     assert isinstance(piece, CallPiece)
     assert json.loads(piece.arguments) == {"x": value}
