@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from controllers.turns import Turn
 from engine.api import EngineError, Finish, FinishReason, TokenDelta, TokenLogprob
 from serving.replica.prompt_places import PlacedPrompt
-from serving.text.text import OutputText, TextProcessor
+from serving.text.output_text import OutputText
+from serving.text.text import TextProcessor
 from serving.trace.turn_traces import UNTRACED, ReplicaTrace
 from serving.watch.metrics import EndedTurn, ReplicaMetrics
 from serving.wire.turn_events import end_behind

@@ -29,8 +29,9 @@ from serving.grammars.constraints import ConstraintCompiler
 from serving.grammars.strict_calls import StrictCallsConstraint
 from serving.replica.prompt_places import PlacedPrompt, PromptPlacer
 from serving.replica.request_digest import request_digest
+from serving.text.output_text import OutputText
 from serving.text.reasoning.formats import OPENER_TOKENS
-from serving.text.text import OutputText, TextProcessor
+from serving.text.text import TextProcessor
 from serving.wire.turns import (
     ChatPrompt,
     Prompt,

@@ -71,13 +71,10 @@ class UnnamedSessions:
         self, turn: Turn, new_tokens: list[int], output_tokens: list[int], checkpoint: Checkpoint | None
     ) -> None:
         """Commits the turn. Raises TurnNotInFlight."""
-        before = self._sessions.checkpoints(turn.session_id)
-        # The checkpoints that are cut off, and the oldest one, which may have to make room for a new one.
-        forgotten = {each.digest for each in before if each.length > turn.history_len}
-        forgotten.update(each.digest for each in before[:1])
+        before = self._digests(turn.session_id)
         record = self._sessions.prepare_commit(turn, new_tokens, output_tokens, b"", checkpoint)
         self._sessions.commit_turn(turn, record)
-        for digest in forgotten - {each.digest for each in self._sessions.checkpoints(turn.session_id)}:
+        for digest in before - self._digests(turn.session_id):
             self._forget_digest(digest, turn.session_id)
         if checkpoint is not None:
             self._by_digest[checkpoint.digest] = turn.session_id
@@ -129,14 +126,17 @@ class UnnamedSessions:
             self._end(session_id)
 
     def _end(self, session_id: str) -> None:
-        for checkpoint in self._sessions.checkpoints(session_id):
-            self._forget_digest(checkpoint.digest, session_id)
+        for digest in self._digests(session_id):
+            self._forget_digest(digest, session_id)
         self._sessions.drop(session_id)
         self._num_tokens -= self._used.pop(session_id, 0)
         try:
             self._engine.close_session(session_id).add_done_callback(_note_failure)
         except EngineError as error:
             logger.warning("the KV of an unnamed session was not freed: %r", error)
+
+    def _digests(self, session_id: str) -> set[bytes]:
+        return {checkpoint.digest for checkpoint in self._sessions.checkpoints(session_id)}
 
     def _forget_digest(self, digest: bytes, session_id: str) -> None:
         if self._by_digest.get(digest) == session_id:

@@ -1,4 +1,4 @@
-"""Text on the replica's side: prompts to token ids, token ids to text.
+"""A model's text: prompts to token ids, token ids to text (output_text.py follows a request's output).
 
 The cost of a turn here depends on the turn alone, never on the session's history.
 """
@@ -6,7 +6,6 @@ The cost of a turn here depends on the turn alone, never on the session's histor
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -17,20 +16,14 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from controllers.records import ModelFingerprint
-from engine.api import (
-    ContextLengthExceeded,
-    Finish,
-    FinishReason,
-    InvalidRequest,
-    TextWatcher,
-    TokenLogprob,
-)
+from engine.api import ContextLengthExceeded, InvalidRequest, TokenLogprob
 from serving.garbage import unsearched
 from serving.text.bad_words import word_tokens
 from serving.text.chat_template import ChatTemplate
 from serving.text.control_tokens import ControlTokens
 from serving.text.detokenizer import Detokenizer, NoText, TokenBytes
 from serving.text.fingerprint import template_hash, tokenizer_hash
+from serving.text.output_text import OutputText
 from serving.text.reasoning.formats import (
     OPENER_TOKENS,
     ReasoningName,
@@ -375,49 +368,6 @@ class TextProcessor:
         return list(token_ids)
 
 
-class OutputText:
-    """The text of one request as the client sees it: the same however the tokens are batched into events.
-
-    Where a stop string may end the request, this is its TextWatcher: the engine's thread makes the text, and `push`
-    only passes it on. Ownership: the engine's thread owns what makes text until the last delta, and the reader after
-    that.
-    """
-
-    def __init__(
-        self, detokenizer: Detokenizer, matcher: StopMatcher, *, trim_stop: bool, min_tokens: int = 0
-    ) -> None:
-        self._detokenizer = detokenizer
-        self._matcher = matcher
-        self._trim_stop = trim_stop
-        self._tokens_to_pass = min_tokens
-        self._watched: deque[str] = deque()
-        """The text that each token added, as far as the engine's thread has made it and `push` has not taken it yet."""
-
-    @property
-    def watcher(self) -> TextWatcher | None:
-        """None if there are no stop strings to find."""
-        return self if self._matcher.stops else None
-
-    def accept(self, token_id: int) -> str | None:
-        text = self._detokenizer.push((token_id,))
-        self._watched.append(self._matcher.feed(text, may_match=self._tokens_to_pass == 0))
-        self._tokens_to_pass = max(self._tokens_to_pass - 1, 0)
-        return self._matcher.matched
-
-    def push(self, token_ids: Sequence[int], finish: Finish | None = None) -> str:
-        """The text that these tokens add. Pass `finish` with the last ones (there may be none)."""
-        if finish is not None and self._trim_stop and _stopped_by_token(finish) and token_ids:
-            token_ids = token_ids[:-1]
-        num_watched = min(len(self._watched), len(token_ids))
-        watched = "".join([self._watched.popleft() for _ in range(num_watched)])
-        if finish is None and num_watched == len(token_ids):
-            return watched  # what makes text may be in use by the engine's thread
-        text = self._detokenizer.push(token_ids[num_watched:])
-        if finish is None:
-            return watched + self._matcher.feed(text)
-        return watched + self._matcher.feed(text + self._detokenizer.flush()) + self._matcher.flush()
-
-
 def common_len(left: Sequence[int], right: Sequence[int]) -> int:
     """The number of tokens that both begin with."""
     size = min(len(left), len(right))
@@ -460,10 +410,6 @@ def _options(prompt: ChatPrompt) -> dict[str, Any]:
     """Options for rendering this prompt, by their names in transformers."""
     options: dict[str, Any] = {"continue_final_message": True} if prompt.continues_final else {}
     return options if prompt.template is None else {**options, "chat_template": prompt.template}
-
-
-def _stopped_by_token(finish: Finish) -> bool:
-    return finish.reason is FinishReason.STOP and isinstance(finish.matched, int)
 
 
 def _backend_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:

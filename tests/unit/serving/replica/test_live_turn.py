@@ -18,7 +18,7 @@ from serving.front.http import create_http_app
 from serving.replica.live_turn import EventMaker, LiveTurn
 from serving.replica.mailbox import Mailbox
 from serving.replica.replay import MOST_LOGPROBS, decode_result, encode_result
-from serving.text.text import OutputText
+from serving.text.output_text import OutputText
 from serving.watch.metrics import ReplicaMetrics
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import ResumedTurn, TextLogprob, TurnEvent, TurnFinish
