@@ -93,11 +93,10 @@ def test_a_server_of_another_kind_is_said_to_be_one(command: list[str], told: An
 
 
 @pytest.mark.parametrize("command", [["audit"], ["sessions"], ["chat", "--model", "m"], BENCH])
-@pytest.mark.parametrize("spaces", ["{}\n", " {}\r\n"])
-def test_white_space_around_a_key_is_no_part_of_it(command: list[str], spaces: str) -> None:
+def test_white_space_around_a_key_is_no_part_of_it(command: list[str]) -> None:
     """A key from a file often ends in a newline. The key was printed: "Illegal header value b'Bearer sk-...'"."""
     with running({"replicas": []}) as other:
-        result = kedge(other.url, *command, KEDGE_API_KEY=spaces.format(KEY))
+        result = kedge(other.url, *command, KEDGE_API_KEY=f" {KEY}\r\n")
     assert KEY not in result.output
     assert set(other.keys) == {f"Bearer {KEY}"}
 
@@ -109,8 +108,13 @@ def test_the_ready_line_asks_with_the_key_alone(monkeypatch: pytest.MonkeyPatch)
     assert other.keys == [f"Bearer {KEY}"]
 
 
-@pytest.mark.parametrize("key", [f"{KEY}\n{KEY}", f"{KEY}\x1b", f"{KEY}ö", "\udcff"])
-@pytest.mark.parametrize("command", [["audit"], ["sessions"], ["chat"], BENCH])
+@pytest.mark.parametrize(
+    ("command", "key"),
+    [
+        *((["audit"], key) for key in (f"{KEY}\n{KEY}", f"{KEY}\x1b", f"{KEY}ö", "\udcff")),
+        *((command, f"{KEY}\n{KEY}") for command in (["sessions"], ["chat"], BENCH)),
+    ],
+)
 def test_a_key_that_no_header_can_have_is_not_told(command: list[str], key: str) -> None:
     with running({"name": "another"}) as other:
         results = [
@@ -131,14 +135,13 @@ def test_a_tenant_that_nobody_can_be_is_not_told(tenant: str) -> None:
     assert other.keys == []
 
 
-@pytest.mark.parametrize("name", ["Zoë", "zoe ", "z\x1b[31m", "\udcff"])
 @pytest.mark.parametrize(
-    ("command", "given_as"),
+    ("command", "given_as", "name"),
     [
-        (["chat", "--session"], "--session"),
-        (["sessions", "show"], "SESSION_ID"),
-        (["sessions", "fork"], "SESSION_ID"),
-        (["drain"], "REPLICA"),
+        *((["chat", "--session"], "--session", name) for name in ("Zoë", "zoe ", "z\x1b[31m", "\udcff")),
+        (["sessions", "show"], "SESSION_ID", "zoe "),
+        (["sessions", "fork"], "SESSION_ID", "zoe "),
+        (["drain"], "REPLICA", "zoe "),
     ],
 )
 def test_a_name_that_nothing_can_have_is_refused_once(command: list[str], given_as: str, name: str) -> None:
