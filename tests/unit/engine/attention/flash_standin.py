@@ -4,7 +4,8 @@ It computes in float64. Like the kernels, it multiplies whole blocks of keys and
 NaN anywhere in a block shows. It looks up pages as far as its last block reaches. With one query an item it takes row b
 for item b.
 
-Legend: N rows, H query heads, K key/value heads, D head size, B items, T keys in whole blocks, P pages of p tokens.
+Legend: N rows, n of an item, H query heads, K key/value heads, D head size, B items, T keys in whole blocks, P pages
+of p tokens.
 """
 
 from __future__ import annotations
@@ -97,15 +98,15 @@ def _attend(
             out_NHD[first:last] = 0
             continue
         keys = -(-length // BLOCK_KEYS) * BLOCK_KEYS
-        for row in range(first, last):
-            position = length - (last - row)
-            reach = position + 1 if window_size[0] < 0 else min(position + 1, window_size[0] + 1)
-            begin = (position + 1 - reach) // BLOCK_KEYS * BLOCK_KEYS
-            seen_T = torch.arange(begin, keys)
-            pages_T = block_table[item, seen_T // k.shape[1]].long()
-            k_TKD, v_TKD = (part[pages_T, seen_T % k.shape[1]].double() for part in (k, v))
-            visible_T = (seen_T > position - reach) & (seen_T <= position)
-            out_NHD[row] = _one_row(q[row].double(), k_TKD, v_TKD, visible_T, softmax_scale, softcap, s_aux)
+        window = length if window_size[0] < 0 else window_size[0] + 1
+        positions_n1 = torch.arange(length - (last - first), length)[:, None]
+        begin = max(0, length - (last - first) + 1 - window) // BLOCK_KEYS * BLOCK_KEYS
+        seen_T = torch.arange(begin, keys)
+        pages_T = block_table[item, seen_T // k.shape[1]].long()
+        k_TKD, v_TKD = (part[pages_T, seen_T % k.shape[1]].double() for part in (k, v))
+        visible_nT = (seen_T > positions_n1 - window) & (seen_T <= positions_n1)
+        q_nHD = q[first:last].double()
+        out_NHD[first:last] = _one_item(q_nHD, k_TKD, v_TKD, visible_nT, softmax_scale, softcap, s_aux)
     return out_NHD
 
 
@@ -127,21 +128,21 @@ def _check(
     assert ((block_table >= 0) & (block_table < len(k))).all()
 
 
-def _one_row(
-    q_HD: Tensor,
+def _one_item(
+    q_nHD: Tensor,
     k_TKD: Tensor,
     v_TKD: Tensor,
-    visible_T: Tensor,
+    visible_nT: Tensor,
     scale: float,
     softcap: float,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    group = len(q_HD) // k_TKD.shape[1]
-    scores_HT = torch.einsum("hd,thd->ht", q_HD, k_TKD.repeat_interleave(group, 1)) * scale
+    group = q_nHD.shape[1] // k_TKD.shape[1]
+    scores_HnT = torch.einsum("nhd,thd->hnt", q_nHD, k_TKD.repeat_interleave(group, 1)) * scale
     if softcap:
-        scores_HT = torch.tanh(scores_HT / softcap) * softcap
-    powers_HT = scores_HT.masked_fill(~visible_T, -torch.inf).exp()
-    total_H = powers_HT.sum(1)
+        scores_HnT = torch.tanh(scores_HnT / softcap) * softcap
+    powers_HnT = scores_HnT.masked_fill(~visible_nT, -torch.inf).exp()
+    total_Hn1 = powers_HnT.sum(-1, keepdim=True)
     if sinks_H is not None:
-        total_H = total_H + sinks_H.double().exp()
-    return torch.einsum("ht,thd->hd", powers_HT / total_H[:, None], v_TKD.repeat_interleave(group, 1))
+        total_Hn1 += sinks_H.double().exp()[:, None, None]
+    return torch.einsum("hnt,thd->nhd", powers_HnT / total_Hn1, v_TKD.repeat_interleave(group, 1))

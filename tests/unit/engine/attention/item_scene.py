@@ -98,7 +98,7 @@ class Scene:
 
     def fill_history(self, pool: KVPool, backend: AttentionBackend, kv: Tensor, lengths: list[int]) -> None:
         """Writes the history through the backend, then poisons the window pages that nobody needs. The reference only
-        writes: it is slow, and nobody reads what it would compute."""
+        writes: nobody reads what it would compute."""
         items = self.items(lengths, lengths)
         step = backend.begin(items, self.slots(items))
         for layer in range(len(WINDOWS)):

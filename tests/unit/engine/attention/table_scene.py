@@ -78,7 +78,7 @@ class TableScene:
         pool = self._pool()
         items = self._items()
         backend = ReferenceAttention(pool)
-        # It only writes the history: it is slow, and nobody reads what it would compute.
+        # It only writes the history: nobody reads what it would compute.
         self._fill_history(pool, lambda history, slots_PN: backend.begin(history, slots_PN).write)
         step = backend.begin(items, self._slots(items))
         outputs = [step(layer, *self._draw(layer), each) for layer, each in enumerate(traits)]

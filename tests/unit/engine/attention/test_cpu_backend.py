@@ -16,7 +16,7 @@ from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings
 from tests.unit.engine.attention.item_scene import LONGEST, Scene
 from tests.unit.engine.attention.reference import ReferenceAttention
-from tests.unit.engine.cpu.builds import every_build, kernels_of
+from tests.unit.engine.cpu.builds import every_build, every_build_and, kernels_of
 
 CPU = torch.device("cpu")
 
@@ -131,9 +131,8 @@ def test_a_sink_of_nothing_is_none(variant: str, most_queries: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [8, 20, 64, 80, 128])
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
-@every_build
+@every_build_and(1, 3)
 def test_long_histories_of_many_heads(
     variant: str, sinks: bool, threads: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,9 +147,8 @@ def test_long_histories_of_many_heads(
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("threads", [1, 3, 7])
 @pytest.mark.parametrize(("dim", "latent_dim"), [(40, 24), (40, 33), (576, 512)])
-@every_build
+@every_build_and(1, 3, 7)
 def test_long_histories_of_latents(
     variant: str, dim: int, latent_dim: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

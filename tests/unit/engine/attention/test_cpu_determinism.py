@@ -20,6 +20,9 @@ from tests.unit.engine.cpu.builds import every_build, kernels_of
 LENGTHS = (600, 9, 70)
 """Of sequences that are attended to together. The longest is so long that threads would share its keys."""
 
+LAST = 90
+"""Number of a sequence's last tokens that come in small chunks. All before them come in one."""
+
 
 class Sequences:
     """Queries, keys and values of all LENGTHS."""
@@ -80,7 +83,7 @@ def steps(done: list[int], most: int, random: np.random.Generator) -> Iterator[t
     """The index, first token and number of tokens of each sequence that goes on in this step."""
     for index, (at, length) in enumerate(zip(done, LENGTHS, strict=True)):
         if at < length:
-            yield index, at, min(int(random.integers(1, most + 1)), length - at)
+            yield index, at, min(max(int(random.integers(1, most + 1)), length - LAST - at), length - at)
 
 
 @pytest.mark.parametrize(

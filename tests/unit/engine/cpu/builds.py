@@ -27,6 +27,19 @@ every_build = pytest.mark.parametrize(
 )
 
 
+def every_build_and(*threads: int) -> pytest.MarkDecorator:
+    """Parametrizes `variant` and `threads`: the build that the engine chooses has each number of threads, the others
+    have the last. All builds share work out by the same code."""
+    return pytest.mark.parametrize(
+        ("variant", "threads"),
+        [
+            pytest.param(variant, count, marks=[pytest.mark.slow] * (number > 0))
+            for number, variant in enumerate(RUNNING or ["none"])
+            for count in (threads if number == 0 else threads[-1:])
+        ],
+    )
+
+
 def kernels_of(variant: str) -> Kernels:
     found = FOUND.get(variant, NoKernels("none of the builds"))
     if isinstance(found, NoKernels):

@@ -3,6 +3,9 @@ operators over the reference attention. Unused pool entries are NaN."""
 
 from __future__ import annotations
 
+import functools
+import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from engine.cpu.matrix import PackedLinears
 from engine.cpu.steps import WholeSteps
 from engine.models.linear import PlainLinear
 from engine.models.loader import LoadedModel
-from tests.unit.engine.cpu.builds import every_build, kernels_of
+from tests.unit.engine.cpu.builds import every_build, every_build_and, kernels_of
 from tests.unit.engine.cpu.test_steps import LATENTS, PAGE_SIZE, PAGES, TOLERANCE, load, poisoned_pool
 
 TABLES = np.random.default_rng(3).permutation(PAGES).astype(np.int32).reshape(2, -1)
@@ -53,12 +56,19 @@ def run(loaded: LoadedModel, attention: AttentionBackend, lengths: list[tuple[in
         ]
 
 
+@functools.cache
+def expected_of(config: str, lengths: tuple[tuple[int, int], ...]) -> list[Tensor]:
+    """What the decoder of torch gives: for all builds and numbers of threads once. `config` is JSON."""
+    with tempfile.TemporaryDirectory() as directory:
+        plain = load(Path(directory), json.loads(config), PlainLinear)
+    return run(plain, TorchAttention(poisoned_pool(plain)), list(lengths))
+
+
 def compare(
     directory: Path, variant: str, threads: int, config: dict[str, Any], lengths: list[tuple[int, int]]
 ) -> None:
     kernels = kernels_of(variant)
-    plain = load(directory, config, PlainLinear)
-    expected = run(plain, TorchAttention(poisoned_pool(plain)), lengths)
+    expected = expected_of(json.dumps(config), tuple(lengths))
     whole = load(directory, config, PackedLinears(Workers(kernels, threads), rounds=False))
     assert isinstance(whole.model, WholeSteps)
     got = run(whole, CpuAttention(poisoned_pool(whole), kernels), lengths)
@@ -67,9 +77,8 @@ def compare(
         torch.testing.assert_close(other, one, **TOLERANCE, msg=f"step {step}")
 
 
-@pytest.mark.parametrize("threads", [1, 3, 7])
 @pytest.mark.parametrize("query_rank", [30, None], ids=["query latents", "plain queries"])
-@every_build
+@every_build_and(1, 3, 7)
 def test_prompts_of_many_queries(tmp_path: Path, variant: str, query_rank: int | None, threads: int) -> None:
     """Alone, beside a decode and beside another prompt; behind a history; longer than what is taken at a time. With 7
     threads and 5 heads only the longest has enough shares."""

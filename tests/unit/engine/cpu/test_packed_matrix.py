@@ -10,17 +10,16 @@ from engine.cpu.library import Workers
 from engine.cpu.matrix import ALIGNMENT, BLOCK, PackedLinears, PackedMatrix, WeightMemory, narrowed
 from engine.models.clamped_swiglu import ClampedSwiglu
 from engine.models.linear import PlainLinear
-from tests.unit.engine.cpu.builds import every_build, kernels_of
+from tests.unit.engine.cpu.builds import every_build, every_build_and, kernels_of
 
 SHAPES = [(48, 32), (34, 65), (2, 7), (512, 256), (1030, 520)]
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 25, 70, 400)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("values", DTYPES, ids=str)
-@every_build
+@every_build_and(1, 3)
 def test_equals_the_reference(variant: str, values: torch.dtype, biased: bool, threads: int) -> None:
     """`values` is the dtype that could hold the weights."""
     torch.manual_seed(3)

@@ -11,7 +11,7 @@ import torch
 from engine.cpu.library import Workers
 from engine.cpu.matrix import PackedLinears, PackedMatrix
 from engine.models.quantized_matrix import FP4, FP8, QuantizedMatrix
-from tests.unit.engine.cpu.builds import every_build, kernels_of
+from tests.unit.engine.cpu.builds import every_build, every_build_and, kernels_of
 
 SHAPES = [(48, 32), (34, 66), (2, 6), (1030, 520)]
 COLUMNS = (2, 8, 26, 10_000)
@@ -46,10 +46,9 @@ def fp4(outputs: int, inputs: int, columns: int) -> QuantizedMatrix:
 KINDS = {"int4": integers(4), "int8": integers(8), "fp8": fp8, "fp4": fp4}
 
 
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("kind", KINDS)
-@every_build
+@every_build_and(1, 3)
 def test_the_bits_are_those_of_the_matrix_that_was_multiplied_out(
     variant: str, kind: str, columns: int, threads: int
 ) -> None:

@@ -26,7 +26,7 @@ from engine.models.loader import LoadedModel, load_model
 from engine.runner.kv_pool import KVPool, make_kv_pool
 from engine.settings import CacheSettings, DTypeName, ModelSettings
 from tests.unit.engine.attention.reference import ReferenceAttention
-from tests.unit.engine.cpu.builds import RUNNING, every_build, kernels_of
+from tests.unit.engine.cpu.builds import RUNNING, every_build, every_build_and, kernels_of
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -178,9 +178,8 @@ def expected_of(name: str) -> list[Tensor]:
     return run(plain, ReferenceAttention(poisoned_pool(plain)))
 
 
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("name", CONFIGS)
-@every_build
+@every_build_and(1, 3)
 def test_equals_the_decoder_of_torch(tmp_path: Path, name: str, threads: int, variant: str) -> None:
     kernels = kernels_of(variant)
     whole = load(tmp_path, CONFIGS[name], PackedLinears(Workers(kernels, threads), rounds=False))
