@@ -24,8 +24,7 @@ SLACK = 5e-5
 
 def check_ended(ended: Ended, logits_TV: Row) -> None:
     """Walks over the output, token by token, to the end that the request must have had."""
-    spec, output = ended.flight.spec, ended.flight.output
-    prompt = [*spec.history[: spec.history_len], *spec.new_tokens]
+    spec, prompt, output = ended.flight.spec, ended.prompt, ended.flight.output
     assert output[: len(spec.resumed_tokens)] == [*spec.resumed_tokens][: len(output)]
     islands = None if ended.islands is None else ended.islands.__class__(**vars(ended.islands))
     words = None if ended.words is None else Words(*ended.words)

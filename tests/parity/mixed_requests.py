@@ -91,6 +91,11 @@ class Ended:
     words: tuple[int, int] | None
     islands: Islands | None
 
+    @property
+    def prompt(self) -> list[int]:
+        spec = self.flight.spec
+        return [*spec.history[: spec.history_len], *spec.new_tokens]
+
 
 class MixedRun(CellRun):
     """`ended` is what must agree with tests/parity/expected_picks.py."""

@@ -25,7 +25,7 @@ from tests.parity.place import load_here
 
 VOCAB = 160
 CONTEXT = 512
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 LONGEST = 160
 """Number of tokens that a page table has room for."""
 GREEDY = SamplingParams(temperature=0.0)
@@ -37,18 +37,16 @@ class Peer:
 
     model: Any
     directory: Path
-    generated: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    chosen: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    """First choices, by the tokens of a stream."""
 
-    def generate(self, prompt: list[int]) -> list[int]:
-        key = tuple(prompt)
-        if key not in self.generated:
-            ids = torch.tensor([prompt])
-            # Without a mask, `generate` takes tokens with the padding's id for padding.
-            out = self.model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
-            )
-            self.generated[key] = out[0, len(prompt) :].tolist()
-        return self.generated[key]
+    def first_choices(self, stream: Stream) -> list[int]:
+        """The first choice at each place of the output, after all tokens before it. By induction, an output that
+        equals them is what greedy generation gives."""
+        key = tuple(stream.tokens)
+        if key not in self.chosen:
+            self.chosen[key] = self.logits(stream.tokens)[stream.prompt_len - 1 : -1].argmax(-1).tolist()
+        return self.chosen[key]
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
         with torch.inference_mode():
@@ -121,9 +119,14 @@ class Stream:
 
 
 def serve(
-    loaded: LoadedModel, texts: list[list[int]], page_size: int, scattered: bool, chunk: int
+    loaded: LoadedModel,
+    texts: list[list[int]],
+    page_size: int,
+    scattered: bool,
+    chunk: int,
+    new_tokens: int = NEW_TOKENS,
 ) -> list[Stream]:
-    """Serves all texts together. Prompts come in chunks, and each text gets at least NEW_TOKENS greedy tokens.
+    """Serves all texts together. Prompts come in chunks, and each text gets at least `new_tokens` greedy tokens.
 
     Prompts have different lengths and end their prefill at different steps, so prefills and decodes mix.
     """
@@ -136,7 +139,7 @@ def serve(
         Stream(str(index), list(text), table, not scattered, len(text), window if pool.window else None)
         for index, (text, table, window) in enumerate(zip(texts, tables, windows, strict=True))
     ]
-    while active := [stream for stream in streams if len(stream.produced) < NEW_TOKENS]:
+    while active := [stream for stream in streams if len(stream.produced) < new_tokens]:
         items = [stream.item(chunk) for stream in active]
         outputs = runner.execute(ScheduledBatch(items)).items
         for stream, item, output in zip(active, items, outputs, strict=True):

@@ -19,7 +19,7 @@ import transformers
 from engine.models.loader import LoadedModel
 from tests.parity.matrix_cell import CONTEXT, Cell, CellRun, Scored
 from tests.parity.place import load_here
-from tests.parity.test_schedules import assert_greedy
+from tests.parity.test_schedules import assert_greedy, logits_of
 
 pytestmark = pytest.mark.slow
 
@@ -110,9 +110,10 @@ def test_every_cell_agrees_with_transformers_and_leaks_nothing(models: Models, c
 
 def assert_scored(reference: Any, scored: list[Scored]) -> None:
     """Checks that each prompt's log-probabilities equal the reference's, one for each position."""
-    for each in scored:
-        with torch.inference_mode():
-            logprobs_TV = reference(torch.tensor([each.prompt])).logits[0].log_softmax(-1)
+    if not scored:
+        return
+    for each, logits_TV in zip(scored, logits_of(reference, [each.prompt for each in scored]), strict=True):
+        logprobs_TV = logits_TV.log_softmax(-1)
         assert [entry.token_id for entry in each.logprobs] == each.prompt[each.start :], each.what
         for position, entry in enumerate(each.logprobs, each.start):
             if position == 0:

@@ -10,12 +10,12 @@ from itertools import product
 from typing import Any
 
 import pytest
-import torch
 
 from tests.parity.expected_picks import check_ended
 from tests.parity.matrix_cell import Cell
 from tests.parity.mixed_requests import MixedRun
 from tests.parity.test_matrix import WINDOW, Models, assert_scored, make_models
+from tests.parity.test_schedules import logits_of
 
 WINDOWS = {"full": None, "windowed": WINDOW}
 CELLS = [
@@ -47,13 +47,10 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_every_request_says_what_its_parameters_mean(models: Models, cell: Cell) -> None:
     run = MixedRun(cell, models.target, models.draft if cell.speculation == "draft" else None)
     run.run()
-    for ended in run.ended:
-        spec = ended.flight.spec
-        tokens = [*spec.history[: spec.history_len], *spec.new_tokens, *ended.flight.output]
-        with torch.inference_mode():
-            logits_TV = models.reference(torch.tensor([tokens])).logits[0].double().numpy()
+    sequences = [[*ended.prompt, *ended.flight.output] for ended in run.ended]
+    for ended, logits_TV in zip(run.ended, logits_of(models.reference, sequences), strict=True):
         try:
-            check_ended(ended, logits_TV)
+            check_ended(ended, logits_TV.double().numpy())
         except AssertionError as error:
             raise AssertionError(f"seed {cell.seed}, {ended}: {error}") from error
     assert_scored(models.reference, [each for each in run.scored if each.logprobs])

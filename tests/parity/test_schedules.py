@@ -121,16 +121,19 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @torch.inference_mode()
-def assert_greedy(reference: Any, finished: list[Finished]) -> None:
-    """Checks that each output token is the reference's first choice after all tokens before it.
+def logits_of(reference: Any, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """The reference's logits [T, V] of each sequence, by one pass over all of them. Causal attention does not see
+    padding on the right."""
+    longest = max(map(len, sequences))
+    padded = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in sequences])
+    return list(reference(padded, attention_mask=torch.ones_like(padded)).logits)
 
-    One forward pass checks all tokens: by induction this is what greedy generation gives. Causal attention does not see
-    padding on the right.
-    """
-    longest = max(len(each.tokens) for each in finished)
-    padded = torch.tensor([each.tokens + [0] * (longest - len(each.tokens)) for each in finished])
-    logits_BTV = reference(padded, attention_mask=torch.ones_like(padded)).logits
-    for each, logits_TV in zip(finished, logits_BTV, strict=True):
+
+def assert_greedy(reference: Any, finished: list[Finished]) -> None:
+    """Checks that each output token is the reference's first choice after all tokens before it. By induction this is
+    what greedy generation gives."""
+    logits = logits_of(reference, [each.tokens for each in finished])
+    for each, logits_TV in zip(finished, logits, strict=True):
         for position in range(each.prompt_len, len(each.tokens)):
             row, token = logits_TV[position - 1], each.tokens[position]
             best = int(row.argmax())
