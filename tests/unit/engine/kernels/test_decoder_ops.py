@@ -23,6 +23,7 @@ from tests.parity.streams import CONTEXT, VOCAB, prompts, serve
 
 ROOT = Path(__file__).parents[4]
 EPS = 1e-5
+FEW_TOKENS = 6
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -50,7 +51,7 @@ def produced(directory: Path, ops: DecoderOps) -> list[list[int]]:
     settings = ModelSettings(str(directory), load_format="dummy", dtype="float32", seed=9)
     loaded = load_model(settings, ops=ops, linear="torch")  # compiled kernels have operators of their own
     assert isinstance(loaded.model, Decoder)
-    return [stream.produced for stream in serve(loaded, prompts(), 16, True, chunk=40)]
+    return [stream.produced for stream in serve(loaded, prompts(), 16, True, 40, FEW_TOKENS)]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -41,13 +41,11 @@ def scales_of(weight_OI: Tensor, kind: str) -> Tensor:
 
 
 def spread(scale: Tensor, weight_OI: Tensor, kind: str) -> Tensor:
-    """The scale of each number, number by number."""
-    each_OI = torch.empty_like(weight_OI)
-    for row in range(len(weight_OI)):
-        for column in range(weight_OI.shape[1]):
-            at = {"tensor": (0,), "channel": (row, 0), "block": (row // BLOCK[0], column // BLOCK[1])}[kind]
-            each_OI[row, column] = scale[at]
-    return each_OI
+    """The scale of each number."""
+    if kind == "block":
+        scale = scale.repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)
+        scale = scale[: len(weight_OI), : weight_OI.shape[1]]
+    return scale.expand_as(weight_OI)
 
 
 FORMATS: dict[str, tuple[dict[str, Any], str, str]] = {
