@@ -13,13 +13,14 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from measure import OtherProcesses, Spread, as_json, machine, time_calls
+from measure import OtherProcesses, Spread, save_record, time_calls
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
@@ -98,7 +99,7 @@ def rounds(steps: dict[str, Callable[[], object]], args: argparse.Namespace, cou
     for _ in range(args.rounds):
         for way, step in steps.items():
             times_s[way].append(time_calls(step, count, warmup=1).median_s)
-    return {way: as_json(Spread.of(found)) for way, found in times_s.items()}
+    return {way: asdict(Spread.of(found)) for way, found in times_s.items()}
 
 
 def print_table(rows: list[dict[str, Any]], title: str) -> None:
@@ -150,16 +151,9 @@ def main() -> None:
     weights = sum(int(np.prod(shape)) for name, shape in tensor_shapes(spec).items() if "embed" not in name)
     of_adapters = f"{args.adapters} adapters of rank {args.rank} ({sizes[0] / 1e6:.1f} M weights each)"
     print_table(rows, f"{Path(args.model).name}, {weights / 1e6:.0f} M weights a step, {of_adapters}")
-    if args.json is not None:
-        told = {key: str(value) for key, value in vars(args).items() if key != "json"}
-        told |= {"weights": str(weights), "weights_of_an_adapter": str(sizes[0])}
-        result = {
-            "machine": machine(),
-            "settings": told,
-            "steps": rows,
-            "other_processes_cores": others.cores(),
-        }
-        args.json.write_text(json.dumps(result, indent=2))
+    told = {key: str(value) for key, value in vars(args).items() if key != "json"}
+    told |= {"weights": str(weights), "weights_of_an_adapter": str(sizes[0])}
+    save_record(args.json, settings=told, steps=rows, other_processes_cores=others.cores())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import signal
@@ -19,7 +18,7 @@ import time
 from pathlib import Path
 
 import httpx
-from measure import machine
+from measure import save_record
 from processes import siblings
 from rich.console import Console
 from rich.table import Table
@@ -134,20 +133,8 @@ def main() -> None:
     print(f"seed {args.seed}")
     findings, clean = asyncio.run(measure(args))
     show(findings, clean)
-    if args.json is not None:
-        settings = {
-            "seconds": args.seconds,
-            "every_s": args.every_s,
-            "sessions": args.sessions,
-            "seed": args.seed,
-        }
-        record = {
-            "machine": machine(),
-            "settings": settings,
-            "findings": vars(findings),
-            "audit_clean": clean,
-        }
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    settings = {name: getattr(args, name) for name in ("seconds", "every_s", "sessions", "seed")}
+    save_record(args.json, settings=settings, findings=vars(findings), audit_clean=clean)
     if findings.wrong or not clean or not findings.all_checked:
         raise SystemExit(1)
 

@@ -286,12 +286,11 @@ def main() -> None:
         through = through_ray if args.worker["ray"] else through_methods
         print(json.dumps(asyncio.run(through(args.worker))))
         return
-    from measure import machine
+    from measure import save_record
 
-    found = {"machine": machine()} | measured(args)
+    found = measured(args)
     Console(width=110).print(table_of(found))
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    save_record(args.json, **found)
 
 
 if __name__ == "__main__":

@@ -199,7 +199,7 @@ def main() -> None:
         print(json.dumps(worker(args.worker)))
         return
     from checkouts import measure_in_turn
-    from measure import machine
+    from measure import save_record
 
     rows = []
     for sessions in map(int, args.sessions.split(",")):
@@ -207,10 +207,8 @@ def main() -> None:
         found = measure_in_turn(__file__, asked, args.against, args.rounds)
         rows += [{"sessions": sessions, "tree": name} | each for name, each in found.items()]
     Console(width=40 + 20 * len(rows)).print(table_of(rows))
-    if args.json is not None:
-        settings = {"replicas": REPLICAS, "turns_at_once": TURNS_AT_ONCE, "rounds": args.rounds}
-        found = {"machine": machine(), "settings": settings, "rows": rows}
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    settings = {"replicas": REPLICAS, "turns_at_once": TURNS_AT_ONCE, "rounds": args.rounds}
+    save_record(args.json, settings=settings, rows=rows)
 
 
 if __name__ == "__main__":

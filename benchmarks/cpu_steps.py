@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from engine_decode import EMBEDDED, PAGE_SIZE, step_call
-from measure import OtherProcesses, copy_bandwidth, machine
+from measure import OtherProcesses, copy_bandwidth, save_record
 from rich.console import Console
 from rich.table import Table
 from weight_bandwidth import MODEL, VARIANTS
@@ -211,9 +211,7 @@ def compare(
             for variant in VARIANTS:
                 rows += measure(model, variant, args.rounds, args.round_s)
     print_table(rows, kernels.variant)
-    if args.json is not None:
-        result = {"machine": machine(), "kernels": kernels.variant, "rows": rows}
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    save_record(args.json, kernels=kernels.variant, rows=rows)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measure import machine
+from measure import save_record
 from null_app import COUNTED_EVERY, STEP_S, null_engine
 from rich.console import Console
 from rich.table import Table
@@ -202,10 +202,8 @@ def main() -> None:
     for row in rows:
         table.add_row(*(f"{value:.4g}" for value in row.values()))
     Console().print(table)
-    if args.json is not None:
-        settings = {name: getattr(args, name) for name in ("streams", "turns", "rounds")}
-        record = {"machine": machine(), "settings": settings, "rows": rows}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    settings = {name: getattr(args, name) for name in ("streams", "turns", "rounds")}
+    save_record(args.json, settings=settings, rows=rows)
 
 
 if __name__ == "__main__":

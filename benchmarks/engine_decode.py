@@ -9,18 +9,17 @@ own thread), the runner's step alone, and the same engine around the null runner
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from measure import OtherProcesses, as_json, machine, time_calls
+from measure import OtherProcesses, save_record, time_calls
 from rich.console import Console
 from rich.table import Table
 
@@ -188,7 +187,7 @@ def prefill(args: argparse.Namespace, threads: int) -> dict[str, Any]:
     prompt = np.random.default_rng(1).integers(3, runner.facts.vocab_size, 512).tolist()
     item = BatchItem("p", prompt, 0, np.arange(32, dtype=np.int32), True, spec)
     spread = time_calls(executing(runner, [item]), 10)
-    return {"threads": threads, "tokens": 512, **as_json(spread), "tokens_per_s": 512 / spread.median_s}
+    return {"threads": threads, "tokens": 512, **asdict(spread), "tokens_per_s": 512 / spread.median_s}
 
 
 def print_tables(rows: list[dict[str, Any]], prefills: list[dict[str, Any]], title: str) -> None:
@@ -235,10 +234,8 @@ def main() -> None:
     rows = [measure(args, streams, threads) for threads in args.threads for streams in args.streams]
     prefills = [prefill(args, threads) for threads in args.threads]
     print_tables(rows, prefills, f"Engine alone: {Path(args.model).name}, {args.new_tokens} new tokens")
-    if args.json is not None:
-        settings = {key: str(value) for key, value in vars(args).items() if key != "json"}
-        result = {"machine": machine(), "settings": settings, "decode": rows, "prefill": prefills}
-        args.json.write_text(json.dumps(result, indent=2))
+    settings = {key: str(value) for key, value in vars(args).items() if key != "json"}
+    save_record(args.json, settings=settings, decode=rows, prefill=prefills)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import httpx
 from hostile_connections import ATTACKS
-from measure import machine
+from measure import save_record
 from processes import Held, held_by
 from rich.console import Console
 from rich.table import Table
@@ -253,10 +253,8 @@ async def run(args: argparse.Namespace) -> None:
     finally:
         await sessions.stop()
     Console(width=180).print(table_of(results))
-    if args.json is not None:
-        settings = {name: value for name, value in vars(args).items() if name not in NO_SETTINGS}
-        record = {"machine": machine(), "settings": settings, "results": results}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    settings = {name: value for name, value in vars(args).items() if name not in NO_SETTINGS}
+    save_record(args.json, settings=settings, results=results)
     first = statistics.median(result["ratios"]["first_p99_s"] for result in results)
     print(f"median ratio of the 99th percentiles of the time to the first token: {first:.2f}")
 

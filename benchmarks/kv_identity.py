@@ -9,14 +9,13 @@ history that was loaded from the log, the comparison with KV that differs, and a
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from measure import machine
+from measure import save_record
 from rich.console import Console
 from rich.table import Table
 
@@ -86,10 +85,7 @@ def main() -> None:
         table.add_row(f"{length:,}", f"{row['turn_us']:.1f}", f"{row['from_the_log_us'] / 1e3:.2f}",
                       f"{row['stale_us']:.1f}", f"{row['copy_us']:.1f}", f"{row['bytes_a_token']:.1f}")  # fmt: skip
     Console(width=110).print(table)
-    if args.json is not None:
-        args.json.write_text(
-            json.dumps({"machine": machine(), "page_size": PAGE_SIZE, "lengths": rows}, indent=2)
-        )
+    save_record(args.json, page_size=PAGE_SIZE, lengths=rows)
 
 
 if __name__ == "__main__":

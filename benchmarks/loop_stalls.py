@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import time
@@ -23,7 +22,7 @@ from typing import Any
 import httpx
 from hostile_bodies import CONVERSATIONS, HostileBody, hostile_bodies
 from loop_probe import LoopProbe, Stall
-from measure import machine
+from measure import save_record
 from rich.console import Console
 from rich.table import Table
 
@@ -194,15 +193,13 @@ async def run(args: argparse.Namespace, probe: LoopProbe) -> None:
     Console(width=160).print(
         table_of("the longest stalls", [*alone[:SHOWN], mixed, *floor], parts), f"fuzz: {counts}"
     )
-    if args.json is not None:
-        record = {
-            "machine": machine(),
-            "settings": {"repeats": args.repeats, "context_len": context_len, "seed": args.seed},
-            "floor": [each.record() for each in floor],
-            "alone": [each.record() for each in alone],
-            "fuzz": mixed.record() | {"answers": counts},
-        }
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    save_record(
+        args.json,
+        settings={"repeats": args.repeats, "context_len": context_len, "seed": args.seed},
+        floor=[each.record() for each in floor],
+        alone=[each.record() for each in alone],
+        fuzz=mixed.record() | {"answers": counts},
+    )
 
 
 def chosen(only: str, context_len: int) -> Iterator[HostileBody]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,12 @@ class OtherProcesses:
         return sum(int(field) for field in fields[:BUSY_COLUMNS]) / CLOCK_TICKS - own.user - own.system
 
 
+def save_record(path: Path | None, **figures: Any) -> None:
+    """Writes the machine and the figures as JSON, if there is a path to write to."""
+    if path is not None:
+        path.write_text(json.dumps({"machine": machine(), **figures}, indent=1) + "\n")
+
+
 def machine() -> dict[str, Any]:
     return {
         "processor": _processor(),
@@ -80,10 +87,6 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def as_json(spread: Spread) -> dict[str, float]:
-    return asdict(spread)
 
 
 def _processor() -> str:

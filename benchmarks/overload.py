@@ -9,14 +9,13 @@ generates a sample of turns again, which must be the same token for token, and e
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from measure import OtherProcesses, machine
+from measure import OtherProcesses, save_record
 from rich.console import Console
 from rich.table import Table
 from sessions_load import Clients, Load, Turn
@@ -183,10 +182,7 @@ def main() -> None:
             str(result["pages_left"]),
         )
     Console(width=160).print(table)
-    if args.json is not None:
-        args.json.write_text(
-            json.dumps({"machine": machine(), "load": asdict(load), "results": results}, indent=2)
-        )
+    save_record(args.json, load=asdict(load), results=results)
 
 
 if __name__ == "__main__":

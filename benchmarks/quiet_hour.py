@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from live_prometheus import LivePrometheus
-from measure import machine
+from measure import save_record
 from rich.console import Console
 from rich.table import Table
 from served_cluster import ROOT, ServedCluster, eventually
@@ -138,8 +138,7 @@ def main() -> None:
     found = measure(args)
     soak = found["soak"]
     show(found["alerts"], found["happened"], soak["findings"])
-    if args.json is not None:
-        args.json.write_text(json.dumps({"machine": machine(), "hours": args.hours} | found, indent=1) + "\n")
+    save_record(args.json, hours=args.hours, **found)
     fires = {name for name, states in found["alerts"].items() if states["firing_s"]}
     if fires != EXPECTED or soak["findings"]["wrong"] or not soak["audit_clean"]:
         raise SystemExit(1)

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from measure import machine
+from measure import save_record
 from rich.console import Console
 from rich.table import Table
 from starlette.types import Message
@@ -201,9 +201,7 @@ def main() -> None:
     console.print(table)
     for name, value in asdict(index).items():
         console.print(f"{name.replace('_', ' ')}: {value:,.2f}")
-    if args.json is not None:
-        record = {"machine": machine(), "bodies": [asdict(cost) for cost in bodies], "index": asdict(index)}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    save_record(args.json, bodies=[asdict(cost) for cost in bodies], index=asdict(index))
 
 
 if __name__ == "__main__":

@@ -9,16 +9,16 @@ The streams' tokens differ, so that they choose different experts, if there are 
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from measure import OtherProcesses, as_json, machine, time_calls
+from measure import OtherProcesses, save_record, time_calls
 from rich.console import Console
 
 from engine.api import SamplingParams
@@ -73,15 +73,14 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for streams in args.streams:
         step = step_of(runner, [[token] for token in prompt[:streams]], args.context)
-        rows.append({"streams": streams, **as_json(time_calls(step, args.rounds, warmup=2))})
+        rows.append({"streams": streams, **asdict(time_calls(step, args.rounds, warmup=2))})
     for context in (0, args.context):
-        figures = as_json(time_calls(step_of(runner, [prompt], context), 3, warmup=1))
+        figures = asdict(time_calls(step_of(runner, [prompt], context), 3, warmup=1))
         rows.append({"prompt_tokens": PROMPT_TOKENS, "context": context, **figures})
     status = Path("/proc/self/status").read_text()
     held_gb = int(status.split("VmRSS:")[1].split()[0]) / 1e6
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     result = {
-        "machine": machine(),
         "settings": {name: str(value) for name, value in vars(args).items() if name != "json"},
         "about": dict(loaded.about),
         "load_s": load_s,
@@ -99,8 +98,7 @@ def main() -> None:
         if "prompt_tokens" in row:
             told = f"{row['prompt_tokens']} tokens of a prompt after {row['context']}"
         console.print(f"{told}: {row['median_s'] * 1e3:.1f} ms a step, best {row['best_s'] * 1e3:.1f}")
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1))
+    save_record(args.json, **result)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import secrets
 import statistics
 import tempfile
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from measure import machine
+from measure import save_record
 from rich.console import Console
 from rich.table import Table
 
@@ -112,15 +111,7 @@ def main() -> None:
         }
         table.add_row(way, f"{rows[way]['turn_us']:.0f}", f"{more:.0f}", f"{rows[way]['share']:.2%}")
     Console().print(table)
-    if args.json is not None:
-        figures = {
-            "machine": machine(),
-            "turn_ms": args.turn_ms,
-            "blocks": BLOCKS,
-            "turns": TURNS,
-            "ways": rows,
-        }
-        args.json.write_text(json.dumps(figures, indent=2))
+    save_record(args.json, turn_ms=args.turn_ms, blocks=BLOCKS, turns=TURNS, ways=rows)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import OtherProcesses, machine
+from measure import OtherProcesses, save_record
 from rich.console import Console
 from rich.table import Table
 
@@ -244,9 +244,7 @@ def main() -> None:
         f"one check of balances {checks['check_us']:.1f} µs, a step {checks['step_us']:,.0f} µs: "
         f"{checks['check_share']:.2%}"
     )
-    if args.json is not None:
-        result = {"machine": machine(), "bookkeeping": books, "latency": latency, "checks": checks}
-        args.json.write_text(json.dumps(result, indent=2))
+    save_record(args.json, bookkeeping=books, latency=latency, checks=checks)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import subprocess
@@ -30,7 +29,7 @@ import httpx
 import yaml
 from chaos import KINDS, Chaos
 from chaos import show as show_findings
-from measure import machine
+from measure import save_record
 from processes import footprints, parent_of
 from rich.console import Console
 from rich.table import Table
@@ -234,13 +233,9 @@ def main() -> None:
     findings, clean, growth = asyncio.run(measure(args))
     show_findings(findings, clean)
     show_growth(growth)
-    if args.json is not None:
-        settings = {
-            name: getattr(args, name)
-            for name in ("hours", "every_s", "sample_s", "sessions", "seed", "strike")
-        }
-        record = {"machine": machine(), "settings": settings, "findings": vars(findings)}
-        args.json.write_text(json.dumps(record | {"audit_clean": clean, "growth": growth}, indent=1) + "\n")
+    asked = ("hours", "every_s", "sample_s", "sessions", "seed", "strike")
+    settings = {name: getattr(args, name) for name in asked}
+    save_record(args.json, settings=settings, findings=vars(findings), audit_clean=clean, growth=growth)
     if findings.wrong or not clean or not findings.all_checked:
         raise SystemExit(1)
 

@@ -11,7 +11,6 @@ them.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import threading
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import OtherProcesses, machine, time_calls
+from measure import OtherProcesses, save_record, time_calls
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -326,10 +325,8 @@ def main() -> None:
     costs = step_costs(args)
     shown = ", ".join(f"{count}: {times:.2f}" for count, times in costs.items())
     Console(width=140).print(f"a step with drafts, as a multiple of one without: {shown}")
-    if args.json is not None:
-        settings = {key: str(value) for key, value in vars(args).items() if key != "json"}
-        result = {"machine": machine(), "settings": settings, "rows": rows, "step_times_by_drafts": costs}
-        args.json.write_text(json.dumps(result, indent=2))
+    settings = {key: str(value) for key, value in vars(args).items() if key != "json"}
+    save_record(args.json, settings=settings, rows=rows, step_times_by_drafts=costs)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import signal
 import statistics
@@ -24,7 +23,7 @@ from typing import Any
 
 import httpx
 import yaml
-from measure import machine
+from measure import save_record
 from processes import footprints
 from rich.console import Console
 from rich.table import Table
@@ -166,9 +165,7 @@ def main() -> None:
     for row in sorted(rows, key=lambda row: (row not in ("ready_s", "pss_mib"), row)):
         table.add_row(row, *(f"{medians[what][row]:.1f}" for what in ("empty", "kedge")))
     Console().print(table)
-    if args.json is not None:
-        document = {"machine": machine(), "proxy": args.proxy, "runs": runs, "medians": medians}
-        args.json.write_text(json.dumps(document, indent=2) + "\n")
+    save_record(args.json, proxy=args.proxy, runs=runs, medians=medians)
 
 
 if __name__ == "__main__":

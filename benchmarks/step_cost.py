@@ -10,7 +10,6 @@ uses the null runner and includes its own work.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import machine
+from measure import save_record
 from rich.console import Console
 from rich.table import Table
 
@@ -294,9 +293,7 @@ def main() -> None:
             f"{row['ratio']:.2f}",
         )  # fmt: skip
     console.print(table)
-    if args.json is not None:
-        result = {"machine": machine(), "rounds": args.rounds, "streams": streams, "growth": grown}
-        args.json.write_text(json.dumps(result, indent=2))
+    save_record(args.json, rounds=args.rounds, streams=streams, growth=grown)
 
 
 if __name__ == "__main__":

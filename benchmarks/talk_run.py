@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from measure import machine
+from measure import save_record
 from session_talkers import GIVE_UP_S, Findings, Talker
 
 MOST_SHOWN = 20
@@ -77,16 +76,13 @@ def conclude(
     """Prints what was wrong and writes the record. Raises SystemExit if anything was wrong or is unchecked."""
     for line in findings.wrong[:MOST_SHOWN]:
         print(line[:2000])
-    if args.json is not None:
-        settings = {name: value for name, value in vars(args).items() if name not in NO_SETTINGS}
-        record = {
-            "machine": machine(),
-            "settings": settings,
-            **figures,
-            "all_checked": findings.all_checked,
-            "audit_clean": audit_clean,
-            "findings": vars(findings),
-        }
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    save_record(
+        args.json,
+        settings={name: value for name, value in vars(args).items() if name not in NO_SETTINGS},
+        **figures,
+        all_checked=findings.all_checked,
+        audit_clean=audit_clean,
+        findings=vars(findings),
+    )
     if findings.wrong or not audit_clean or not findings.all_checked:
         raise SystemExit(1)

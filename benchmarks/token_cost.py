@@ -20,7 +20,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from measure import machine
+from measure import save_record
 from processes import cpu_seconds
 from rich.console import Console
 from rich.table import Table
@@ -75,11 +75,9 @@ def main() -> None:
             table.add_row(role, *(f"{value:.4f}" for value in values))
     table.add_row("tokens/s", *(f"{statistics.median(rates[int(streams)]):.0f}" for streams in rows))
     Console().print(table)
-    if args.json is not None:
-        settings = {name: getattr(args, name) for name in ("streams", "turns", "tokens", "rounds")}
-        record = {"machine": machine(), "settings": settings, "ms_per_token": rows}
-        record["tokens_per_s"] = {streams: statistics.median(each) for streams, each in rates.items()}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    settings = {name: getattr(args, name) for name in ("streams", "turns", "tokens", "rounds")}
+    medians = {streams: statistics.median(each) for streams, each in rates.items()}
+    save_record(args.json, settings=settings, ms_per_token=rows, tokens_per_s=medians)
 
 
 if __name__ == "__main__":

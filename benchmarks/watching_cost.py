@@ -11,7 +11,6 @@ the machine affects both. The collector and the clients that scrape and look are
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import threading
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measure import machine
+from measure import save_record
 from processes import cpu_seconds
 from rich.console import Console
 from rich.table import Table
@@ -140,10 +139,8 @@ def report(rounds: dict[str, list[Round]], num_spans: int, file: Path | None) ->
     )
     table.add_row("on to off", f"{cpu:.3f}", f"{rate:.3f}")
     Console().print(table)
-    if file is not None:
-        record = {"machine": machine(), "spans": num_spans, "cpu_ratio": cpu, "rate_ratio": rate}
-        record["rounds"] = {name: [asdict(each) for each in found] for name, found in rounds.items()}
-        file.write_text(json.dumps(record, indent=1) + "\n")
+    told = {name: [asdict(each) for each in found] for name, found in rounds.items()}
+    save_record(file, spans=num_spans, cpu_ratio=cpu, rate_ratio=rate, rounds=told)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,14 @@ import math
 import statistics
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from engine_decode import make_runner, step_call
-from measure import OtherProcesses, Spread, as_json, copy_bandwidth, machine, time_calls
+from measure import OtherProcesses, Spread, copy_bandwidth, save_record, time_calls
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -130,7 +131,7 @@ def measure_model(variant: str, threads: int, rounds: int) -> dict[str, Any]:
         "ratio_to_floor": statistics.median(ratios),
         "best_ratio_to_floor": min(ratios),
         "other_processes_cores": others.cores(),
-        "rounds": [as_json(spread) for spread in steps],
+        "rounds": [asdict(spread) for spread in steps],
     }
 
 
@@ -195,9 +196,7 @@ def main() -> None:
                     ways += [row for row in measured if row is not None]
     models = [measure_model(variant, args.threads, args.rounds) for variant in VARIANTS]
     print_tables(ways, models)
-    if args.json is not None:
-        result = {"machine": machine(), "products": ways, "models": models}
-        args.json.write_text(json.dumps(result, indent=2))
+    save_record(args.json, products=ways, models=models)
 
 
 if __name__ == "__main__":

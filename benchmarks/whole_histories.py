@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from conversing_clients import Speaker, Way, open_client
-from measure import machine
+from measure import save_record
 from rich.console import Console
 from rich.table import Table
 
@@ -155,9 +154,7 @@ def main() -> None:
     finally:
         served.stop()
     Console(width=130).print(table)
-    if args.json is not None:
-        record = {"machine": machine(), "load": asdict(load), "shares": rows}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    save_record(args.json, load=asdict(load), shares=rows)
 
 
 if __name__ == "__main__":
