@@ -169,11 +169,12 @@ def test_every_finished_turn_equals_one_fresh_request(pair: Pair, number: int) -
     schedule.run()
     assert len(schedule.finished) >= 3
     assert_greedy(pair.reference, schedule.finished)
-    last = schedule.finished[-1]
-    prompt = last.tokens[: last.prompt_len]
-    assert last.tokens[last.prompt_len :] == generate(
-        pair.reference, prompt, len(last.tokens) - last.prompt_len
-    )
+    if number == 0:  # that one pass shows what generation gives
+        last = schedule.finished[-1]
+        expected = generate(
+            pair.reference, last.tokens[: last.prompt_len], len(last.tokens) - last.prompt_len
+        )
+        assert last.tokens[last.prompt_len :] == expected
 
 
 def test_the_schedules_cover_what_they_should() -> None:

@@ -21,6 +21,12 @@ WINDOWS = (None, WIDE, None, NARROW)
 LONGEST = 70
 
 
+def seeds_of(page_size: int, most_queries: int, kind: str) -> range:
+    """Three seeds for a cell of a matrix. Most cells have others, so that there are many numbers of heads."""
+    first = 3 * (page_size + most_queries + len(kind))
+    return range(first, first + 3)
+
+
 class Scene:
     """Random sequences, each cut into history and new tokens, with tables into poisoned pools.
 

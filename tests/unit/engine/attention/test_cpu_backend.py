@@ -14,7 +14,7 @@ from engine.attention.cpu_backend import CpuAttention
 from engine.attention.interface import AttentionBackend, AttentionItem, AttentionUnavailable, LayerTraits
 from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings
-from tests.unit.engine.attention.item_scene import LONGEST, Scene
+from tests.unit.engine.attention.item_scene import LONGEST, Scene, seeds_of
 from tests.unit.engine.attention.reference import ReferenceAttention
 from tests.unit.engine.cpu.builds import every_build, every_build_and, kernels_of
 
@@ -39,7 +39,7 @@ def test_equals_the_reference(
     variant: str, page_size: int, contiguous: bool, most_queries: int, kind: str
 ) -> None:
     kernels = kernels_of(variant)
-    for seed in range(6):
+    for seed in seeds_of(page_size, most_queries, kind):
         expected = reference(seed, page_size, contiguous, most_queries, kind)
         got = Scene(seed, page_size, contiguous, most_queries).run(
             lambda pool: CpuAttention(pool, kernels), kind
@@ -55,7 +55,7 @@ def test_equals_the_reference(
 @every_build
 def test_latents_equal_the_reference(variant: str, page_size: int, most_queries: int, kind: str) -> None:
     kernels = kernels_of(variant)
-    for seed in range(6):
+    for seed in seeds_of(page_size, most_queries, kind):
         expected = reference(seed, page_size, False, most_queries, kind, latent=True)
         got = Scene(seed, page_size, False, most_queries, latent=True).run(
             lambda pool: CpuAttention(pool, kernels), kind

@@ -10,7 +10,7 @@ from engine.attention.interface import AttentionItem, LayerTraits
 from engine.attention.torch_backend import TorchAttention
 from engine.runner.kv_pool import KVLayout, make_kv_pool
 from engine.settings import CacheSettings
-from tests.unit.engine.attention.item_scene import LONGEST, NARROW, Scene
+from tests.unit.engine.attention.item_scene import LONGEST, NARROW, Scene, seeds_of
 from tests.unit.engine.attention.reference import ReferenceAttention
 
 
@@ -19,7 +19,7 @@ from tests.unit.engine.attention.reference import ReferenceAttention
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "scattered"])
 @pytest.mark.parametrize("page_size", [1, 4, 16, 256])
 def test_equals_the_reference(page_size: int, contiguous: bool, most_queries: int, kind: str) -> None:
-    for seed in range(6):
+    for seed in seeds_of(page_size, most_queries, kind):
         expected, got = (
             Scene(seed, page_size, contiguous, most_queries).run(make, kind)
             for make in (ReferenceAttention, TorchAttention)
@@ -34,7 +34,7 @@ def test_equals_the_reference(page_size: int, contiguous: bool, most_queries: in
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "scattered"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_latents_equal_the_reference(page_size: int, contiguous: bool, most_queries: int, kind: str) -> None:
-    for seed in range(6):
+    for seed in seeds_of(page_size, most_queries, kind):
         expected, got = (
             Scene(seed, page_size, contiguous, most_queries, latent=True).run(make, kind)
             for make in (ReferenceAttention, TorchAttention)

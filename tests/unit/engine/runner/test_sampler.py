@@ -59,19 +59,18 @@ def chi_square(counts: Counter[int], probs: torch.Tensor) -> float:
     return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
-    "params",
+    ("params", "seed"),
     [
-        {"temperature": 1.0},
-        {"temperature": 0.6},
-        {"temperature": 1.5, "top_k": 5},
-        {"top_p": 0.8},
-        {"min_p": 0.1},
-        {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "min_p": 0.05},
+        *(({"temperature": 1.0}, seed) for seed in SEEDS),
+        ({"temperature": 0.6}, 1),
+        ({"temperature": 1.5, "top_k": 5}, 2),
+        ({"top_p": 0.8}, 3),
+        ({"min_p": 0.1}, 4),
+        ({"temperature": 1.3, "top_k": 12, "top_p": 0.9, "min_p": 0.05}, 5),
     ],
 )
-def test_draws_follow_the_distribution(seed: int, params: dict[str, float]) -> None:
+def test_draws_follow_the_distribution(params: dict[str, float], seed: int) -> None:
     logits_V = torch.randn(20, generator=torch.Generator().manual_seed(5)) * 1.5
     draws = [draw(position, seed=seed, **params) for position in range(DRAWS)]
     counts = Counter(sample(logits_V.expand(DRAWS, -1), draws))
