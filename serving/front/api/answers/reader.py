@@ -30,24 +30,26 @@ def reads_thoughts(model: ModelInfo, constraint: OutputConstraint | None) -> Rea
     return None if constraint is not None else model.reasoning
 
 
-def constraint_of(held: HeldAnswer | None, tools: ToolUse | None) -> OutputConstraint | None:
-    """What the answer is held to. Raises ServiceError, which names the field."""
-    if tools is not None:
-        return tools.constraint(held)
-    return None if held is None else held.constraint
-
-
-def answer_fields(model: ModelInfo, held: HeldAnswer | None, tools: ToolUse | None) -> dict[str, Any]:
+def answer_fields(model: ModelInfo, held: HeldAnswer | None, tools: ToolUse) -> dict[str, Any]:
     """Fields of a TurnCall: what its answer is held to, and the special tokens that stay in its text because they mark
     calls and thoughts. Raises ServiceError, which names the field."""
-    constraint = constraint_of(held, tools)
-    of_calls = () if tools is None else tools.shown_tokens
+    constraint = tools.constraint(held)
     reasoning = reads_thoughts(model, constraint)
+    of_thoughts = () if reasoning is None else shown_tokens(reasoning)
     return {
         "constraint": constraint,
-        "strict_calls": None if tools is None else tools.strict_calls(model, constraint),
-        "shown_tokens": of_calls if reasoning is None else (*of_calls, *shown_tokens(reasoning)),
+        "strict_calls": tools.strict_calls(model, constraint),
+        "shown_tokens": (*tools.shown_tokens, *of_thoughts),
     }
+
+
+Scope = str | tuple[str, str]
+"""What the ids of a choice's calls are derived from: the id of its request, or the tenant and the id of its session."""
+
+
+def scope_of(call: TurnCall) -> Scope:
+    """Unique to the choice. In a session it is the same for every request that repeats a turn."""
+    return call.request_id if call.session is None else (call.tenant, call.session.session_id)
 
 
 AnswerPiece = str | Thought | CallDelta
@@ -82,6 +84,7 @@ class AnswerPart:
         return self.content if all(isinstance(piece, str) for piece in self.pieces) else None
 
     def add(self, piece: Piece, scope: str) -> None:
+        """`scope`: what the ids of calls are derived from."""
         last = self.pieces[-1] if self.pieces else None
         if isinstance(piece, str):
             if isinstance(last, str):
@@ -107,33 +110,32 @@ class AnswerPart:
 
 class AnswerReader:
     """Splits the text of one choice into content, thoughts and calls. `reasoning` is the format of the model's thoughts
-    (None: they are not looked for). Without tools, everything but thoughts is content."""
+    (None: they are not looked for)."""
 
-    def __init__(self, call: TurnCall, tools: ToolUse | None, reasoning: ReasoningName | None = None) -> None:
-        self._call = call
-        self._tools = tools if tools is not None and tools.reads else None
+    def __init__(self, scope: Scope, tools: ToolUse, reasoning: ReasoningName | None) -> None:
+        self._scope = scope
+        self._tools = tools
         self._reasoning = reasoning
         self._parser: AnswerParser | None = None
         self._has_calls = False
 
     def read(self, output: TurnEvent) -> AnswerPart:
         """What the choice's next event, or the whole choice, adds."""
-        if self._tools is None and self._reasoning is None:
+        calls = self._tools.read_format
+        if calls is None and self._reasoning is None:
             return AnswerPart([output.text])
         if self._parser is None:
-            self._parser = self._parser_of(output)
+            schemas = self._tools.schemas
+            self._parser = answer_parser(calls, schemas, self._reasoning, inside=output.in_thought)
         pieces = self._parser.push(output.text)
         if output.finish is not None:
             pieces += self._parser.flush()
-        part, scope = AnswerPart(), _scope(self._call, output.turn_index)
+        scope = self._scope if isinstance(self._scope, str) else repr((*self._scope, output.turn_index))
+        part = AnswerPart()
         for piece in pieces:
             part.add(piece, scope)
         self._has_calls = self._has_calls or bool(part.calls)
         return part
-
-    def _parser_of(self, output: TurnEvent) -> AnswerParser:
-        calls, schemas = (None, {}) if self._tools is None else (self._tools.format_name, self._tools.schemas)
-        return answer_parser(calls, schemas, self._reasoning, inside=output.in_thought)
 
     @property
     def is_broken_off(self) -> bool:
@@ -147,13 +149,6 @@ class AnswerReader:
         if finish is None or finish.reason != "stop" or not self._has_calls or self.is_broken_off:
             return finish
         return replace(finish, reason="tool_calls")
-
-
-def _scope(call: TurnCall, turn_index: int | None) -> str:
-    """What the ids of a choice's calls are derived from; unique to the choice. In a session it is the same for every
-    request that repeats the turn."""
-    session = call.session
-    return call.request_id if session is None else repr((call.tenant, session.session_id, turn_index))
 
 
 def _call_id(scope: str, index: int) -> str:

@@ -25,26 +25,28 @@ from serving.wire.turns import ModelInfo, OutputConstraint
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How one request uses tools. `reads`: calls in its answers are given to the client as calls. If an answer is held
-    to calls, only functions in `callable_names` may be called (empty: all). `custom_names`: the custom tools.
+    """How one request uses tools. `format_name`: how the model writes calls; None if there are no tools. If an answer
+    is held to calls, only functions in `callable_names` may be called (empty: all). `custom_names`: the custom tools.
     `strict_where_possible`: a function that does not say whether it is strict counts as strict."""
 
     tools: Sequence[Tool]
     choice: Literal["none", "auto", "required"] | NamedTool
     parallel: bool
-    format_name: FormatName
+    format_name: FormatName | None
     callable_names: frozenset[str] = frozenset()
     custom_names: frozenset[str] = frozenset()
     strict_where_possible: bool = False
 
     @property
-    def reads(self) -> bool:
-        return self.choice != "none"
+    def read_format(self) -> FormatName | None:
+        """The format in which calls are looked for in answers, to be given to the client as calls. None: they are not
+        looked for."""
+        return None if self.choice == "none" else self.format_name
 
     @property
     def shown_tokens(self) -> tuple[str, ...]:
         """Special tokens that stay in an answer's text because they mark calls."""
-        return tool_format(self.format_name).shown_tokens if self.reads else ()
+        return () if self.read_format is None else tool_format(self.read_format).shown_tokens
 
     @property
     def schemas(self) -> dict[str, JsonSchema]:
@@ -112,6 +114,9 @@ class ToolUse:
         return OutputConstraint("tool_calls", source)
 
 
+NO_TOOLS = ToolUse((), "none", parallel=True, format_name=None)
+
+
 def tool_use(
     tools: Sequence[Tool | CustomTool] | None,
     choice: ToolChoice | None,
@@ -119,13 +124,12 @@ def tool_use(
     model: ModelInfo,
     *,
     strict_where_possible: bool = False,
-) -> ToolUse | None:
-    """How the request uses tools; None without tools. `strict_where_possible`: see ToolUse. Raises ServiceError, which
-    names the field."""
+) -> ToolUse:
+    """How the request uses tools. `strict_where_possible`: see ToolUse. Raises ServiceError, which names the field."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise refusal("tool_choice: there are no tools to choose from.", "tool_choice")
-        return None
+        return NO_TOOLS
     kinds = _kinds(tools)
     shown = [tool.shown() if isinstance(tool, CustomTool) else tool for tool in tools]
     mode: Literal["none", "auto", "required"] | NamedTool

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 
 from serving.front.api.affinity import AffinityKeys
 from serving.front.api.answers.held import field_names
-from serving.front.api.answers.reader import AnswerReader, answer_fields, reads_thoughts
+from serving.front.api.answers.reader import AnswerReader, answer_fields, reads_thoughts, scope_of
 from serving.front.api.answers.tools import ToolUse
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.fields import (
@@ -75,7 +75,7 @@ async def create_message(
     make_plan = partial(_plan, body, tools, service.model, reply_id, fields)
     plan = await beside_streams(make_plan, len(body.messages))
     (call,) = plan.calls
-    reader = AnswerReader(call, tools, reads_thoughts(service.model, call.constraint))
+    reader = AnswerReader(scope_of(call), tools, reads_thoughts(service.model, call.constraint))
     model_id = adapter or service.model.model_id
     response: Response
     if body.stream:
@@ -106,7 +106,7 @@ async def count_tokens(
 
 def _plan(
     body: MessagesBody,
-    tools: ToolUse | None,
+    tools: ToolUse,
     model: ModelInfo,
     reply_id: str,
     turn_fields: dict[str, Any],

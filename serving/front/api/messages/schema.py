@@ -135,12 +135,9 @@ class PromptBody(StrictBody):
             kwargs["reasoning_effort"] = self.output_config.effort
         return kwargs
 
-    def prompt(self, tools: ToolUse | None) -> ChatPrompt:
-        return ChatPrompt(
-            for_template(self.system, self.messages),
-            self.template_kwargs,
-            () if tools is None else tools.for_template(),
-        )
+    def prompt(self, tools: ToolUse) -> ChatPrompt:
+        messages = for_template(self.system, self.messages)
+        return ChatPrompt(messages, self.template_kwargs, tools.for_template())
 
 
 class CountTokensBody(PromptBody):

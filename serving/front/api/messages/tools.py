@@ -87,8 +87,8 @@ AnthropicTools = Annotated[
 
 def tools_in_use(
     tools: Sequence[AnthropicTool] | None, choice: AnthropicToolChoice | None, model: ModelInfo
-) -> ToolUse | None:
-    """How the request uses tools; None without tools. Raises ServiceError, which names the field as this protocol calls
+) -> ToolUse:
+    """How the request uses tools. Raises ServiceError, which names the field as this protocol calls
     it."""
     _check_names(tools or (), choice)
     return tool_use(

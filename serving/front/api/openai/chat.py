@@ -14,7 +14,7 @@ from msgspec import UNSET
 from engine.api import LogprobParams
 from serving.front.api.answers.held import field_names
 from serving.front.api.answers.logprobs import answer_logprob
-from serving.front.api.answers.reader import answer_fields, reads_thoughts
+from serving.front.api.answers.reader import answer_fields, reads_thoughts, scope_of
 from serving.front.api.answers.tools import ToolUse, tool_use
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
@@ -84,7 +84,10 @@ async def chat_completions(
     fields = call_fields(request, rules, body, session, tenant, service.model)
     make_plan = partial(_plan, body, tools, reply_id, service.model, prompt_fields, fields)
     plan = await beside_streams(make_plan, len(body.messages))
-    readers = [ChatReader(call, tools, reads_thoughts(service.model, call.constraint)) for call in plan.calls]
+    readers = [
+        ChatReader(scope_of(call), tools, reads_thoughts(service.model, call.constraint))
+        for call in plan.calls
+    ]
     if body.stream:
         return TurnEventStream(service, plan, ChatEncoder(body, readers, reply_id, model_id))
     results = await until_disconnect(request.receive, collect(service, plan))
@@ -93,7 +96,7 @@ async def chat_completions(
 
 def _plan(
     body: ChatBody,
-    tools: ToolUse | None,
+    tools: ToolUse,
     reply_id: str,
     model: ModelInfo,
     prompt_fields: dict[str, Any],
@@ -103,7 +106,7 @@ def _plan(
     prompt = ChatPrompt(
         tuple(message.for_template() for message in body.messages),
         body.template_kwargs,
-        () if tools is None else tools.for_template(),
+        tools.for_template(),
         **prompt_fields,
     )
     logprobs = _logprobs(body)

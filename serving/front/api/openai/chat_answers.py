@@ -8,7 +8,7 @@ from typing import Literal
 from msgspec import UNSET
 
 from serving.front.api.answers.custom_input import CustomInput
-from serving.front.api.answers.reader import AnswerPart, AnswerReader
+from serving.front.api.answers.reader import AnswerPart, AnswerReader, Scope
 from serving.front.api.answers.tools import ToolUse
 from serving.front.api.answers.tools_schema import CallDelta
 from serving.front.api.openai.chat_schema import (
@@ -23,15 +23,14 @@ from serving.front.api.openai.chat_schema import (
 )
 from serving.front.api.reply_json import or_unset
 from serving.text.reasoning.formats import ReasoningName
-from serving.wire.turns import TurnCall
 
 
 class ChatReader(AnswerReader):
     """Reads one choice, and makes what clients get of what it has read."""
 
-    def __init__(self, call: TurnCall, tools: ToolUse | None, reasoning: ReasoningName | None = None) -> None:
-        super().__init__(call, tools, reasoning)
-        self._custom = CustomCalls(frozenset() if tools is None else tools.custom_names)
+    def __init__(self, scope: Scope, tools: ToolUse, reasoning: ReasoningName | None) -> None:
+        super().__init__(scope, tools, reasoning)
+        self._custom = CustomCalls(tools.custom_names)
 
     def delta(self, part: AnswerPart, role: Literal["assistant"] | None, *, ended: bool) -> Delta:
         """The chat delta for the choice's next part. `ended`: it is the last part."""

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, Protocol
 from fastapi import Depends, Request
 from msgspec.structs import replace
 
+from engine.api import SamplingParams
 from serving.front.api.errors import refusal
 from serving.front.api.responses.replayable_turn import NOTHING_YET, ReplayableTurn, ending
 from serving.front.api.responses.store import StoredResponse, find_response, note_begun, note_ended
@@ -34,7 +35,7 @@ from serving.wire.errors import (
     error_info,
     unavailable,
 )
-from serving.wire.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent, TurnFinish
+from serving.wire.turns import ErrorInfo, ServiceError, TextPrompt, TurnCall, TurnEvent, TurnFinish
 
 MOST_IN_BACKGROUND = 256
 CANCEL_TIMEOUT_S = 2.0
@@ -281,22 +282,29 @@ class FollowedTurn:
 
     service: TurnService
     background: BackgroundResponses
+    response_id: str
+    tenant: str
+
+    @property
+    def call(self) -> TurnCall:
+        """Stands for the call of the response in a plan. It says nothing: the turn was begun by another call."""
+        return TurnCall(self.response_id, TextPrompt(""), SamplingParams(), tenant=self.tenant)
 
     @asynccontextmanager
     async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
-        turn = self.background.running_turn(call.request_id, call.tenant)
+        turn = self.background.running_turn(self.response_id, self.tenant)
         if turn is None:
-            yield self._told(call)
+            yield self._told()
             return
         async with turn.run(call) as events:
             yield events
 
-    async def _told(self, call: TurnCall) -> AsyncIterator[TurnEvent]:
+    async def _told(self) -> AsyncIterator[TurnEvent]:
         yield NOTHING_YET
         num_seen = 0
         while True:
             stored, progress = await look_up(
-                self.service, self.background, call.request_id, call.tenant, num_seen
+                self.service, self.background, self.response_id, self.tenant, num_seen
             )
             if progress is None:
                 assert stored.end is not None

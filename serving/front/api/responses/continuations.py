@@ -34,7 +34,6 @@ from serving.front.api.responses.store import (
     said_until,
     session_apart,
 )
-from serving.front.api.responses.tools import offered_tools
 from serving.front.api.service import TurnService
 from serving.front.api.turn_streams import beside_streams
 from serving.wire.turns import ModelInfo, ServiceError, SessionTurn
@@ -226,5 +225,4 @@ def begun(body: ResponsesBody, items: Iterable[Json] = ()) -> Continued:
 
 def _beginning(body: ResponsesBody, model: ModelInfo) -> Any:
     """What a prompt begins with and is rendered with. Within a session it never changes."""
-    use = offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls, model).use
-    return body.instructions, body.template_kwargs, () if use is None else use.for_template()
+    return body.instructions, body.template_kwargs, body.offered_tools(model).use.for_template()

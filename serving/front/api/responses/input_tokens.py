@@ -8,10 +8,8 @@ from typing import Any
 from serving.front.api.fields import Service, Tenant, adapter_of
 from serving.front.api.responses.continuations import NAMES_OF_INPUT, Continued
 from serving.front.api.responses.conversation_log import said_before
-from serving.front.api.responses.history import template_messages
 from serving.front.api.responses.items import Json, canonical_items
 from serving.front.api.responses.schema import ResponsesBody, check_state
-from serving.front.api.responses.tools import offered_tools
 from serving.front.api.session_headers import ModeHeader, SessionHeader, TurnHeader, check_no_session
 from serving.front.api.turn_streams import TurnPlan, beside_streams, in_the_words_of
 from serving.wire.turns import ChatPrompt, ModelInfo
@@ -42,6 +40,4 @@ async def count_input_tokens(
 def _prompt(body: ResponsesBody, before: list[Json], model: ModelInfo) -> tuple[list[Json], ChatPrompt]:
     """All that is said in the prompt, and the prompt."""
     said = [*before, *canonical_items(body.input, "")]
-    use = offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls, model).use
-    messages = template_messages(body.instructions, said)
-    return said, ChatPrompt(messages, body.template_kwargs, () if use is None else use.for_template())
+    return said, body.chat_prompt(said, body.offered_tools(model).use)

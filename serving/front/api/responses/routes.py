@@ -9,11 +9,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
-from msgspec.structs import replace
 
 from serving.front.api.affinity import AffinityKeys
 from serving.front.api.answers.held import field_names
-from serving.front.api.answers.reader import AnswerReader, answer_fields, reads_thoughts
+from serving.front.api.answers.reader import AnswerReader, answer_fields, reads_thoughts, scope_of
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
@@ -27,7 +26,6 @@ from serving.front.api.reply_json import json_reply, reply_json
 from serving.front.api.responses.background import Background, FollowedTurn, cancel, look_up
 from serving.front.api.responses.continuations import NAMES_OF_INPUT, Continued, begun
 from serving.front.api.responses.conversation_log import begin_response, keep_items
-from serving.front.api.responses.history import template_messages
 from serving.front.api.responses.input_tokens import count_input_tokens
 from serving.front.api.responses.item_pages import Included, ItemOrder, PageSize, PreviousItem, item_page
 from serving.front.api.responses.items import Json, canonical_items
@@ -39,13 +37,12 @@ from serving.front.api.responses.schema import (
     in_named_session,
 )
 from serving.front.api.responses.store import (
-    calls_named_by,
     forget_response,
     input_items,
     new_response_id,
 )
 from serving.front.api.responses.stream import CharacterNumbers, EventNumbers, ResponseEncoder
-from serving.front.api.responses.tools import OfferedTools, offered_tools
+from serving.front.api.responses.tools import OfferedTools
 from serving.front.api.responses.tried_again import first_try
 from serving.front.api.responses.turns import ResponseTurns
 from serving.front.api.rules import rules_of
@@ -55,7 +52,7 @@ from serving.front.api.shared_fields import check_stream_options
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, beside_streams, collect, until_disconnect
-from serving.wire.turns import ChatPrompt, ModelInfo, OutputConstraint, SessionTurn, TurnCall
+from serving.wire.turns import ModelInfo, OutputConstraint, SessionTurn, TurnCall
 
 MOST_NUMBER = 2**53
 
@@ -134,7 +131,7 @@ async def asked_response(
     model = service.model
     adapter = adapter_of(body.model, model)
     check_state(body)
-    tools = offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls, model)
+    tools = body.offered_tools(model)
     held_to = answer_fields(model, body.held(), tools.use)
     check_logprobs(body, is_parted=_is_parted(tools, model, held_to["constraint"]))
     # This writes the response into its conversation, so what the body alone is refused for is refused by now.
@@ -161,10 +158,11 @@ async def asked_response(
     plan = await beside_streams(make_plan, len(items))
     plan = dataclasses.replace(plan, message_name=partial(before.name_of_message, body, said))
     (call,) = plan.calls
-    named_by = calls_named_by(response_id) if named is None else call
+    # What a stored response's calls are named by does not depend on the session that its turn is read from.
+    scope = response_id if named is None else scope_of(call)
     reader = ResponseReader(
         head,
-        AnswerReader(named_by, tools.use, reads_thoughts(model, call.constraint)),
+        AnswerReader(scope, tools.use, reads_thoughts(model, call.constraint)),
         tools,
         encrypts_reasoning=body.encrypts_reasoning,
         top_logprobs=body.top_logprobs or 0,
@@ -174,9 +172,7 @@ async def asked_response(
 
 def _is_parted(tools: OfferedTools, model: ModelInfo, constraint: OutputConstraint | None) -> bool:
     """Whether calls or thoughts are looked for in the answer."""
-    if tools.use is not None and tools.use.reads:
-        return True
-    return reads_thoughts(model, constraint) is not None
+    return tools.use.read_format is not None or reads_thoughts(model, constraint) is not None
 
 
 def _plan(
@@ -187,14 +183,9 @@ def _plan(
     items: list[Json],
     turn_fields: dict[str, Any],
 ) -> TurnPlan:
-    use = tools.use
     call = TurnCall(
         request_id=response_id,
-        prompt=ChatPrompt(
-            template_messages(body.instructions, items),
-            body.template_kwargs,
-            () if use is None else use.for_template(),
-        ),
+        prompt=body.chat_prompt(items, tools.use),
         sampling=body.sampling(model),
         seed=nth_seed(body.seed, 0),
         max_new_tokens=body.most_tokens(model),
@@ -233,9 +224,9 @@ async def get_response(
                 "starting_after",
             )
         numbers = EventNumbers()
-    call = replace(calls_named_by(response_id), tenant=tenant)
     encoder = ResponseEncoder(stored.head, stored.reader(service.model), numbers)
-    return TurnEventStream(FollowedTurn(service, background), TurnPlan([call]), encoder)
+    turn = FollowedTurn(service, background, response_id, tenant)
+    return TurnEventStream(turn, TurnPlan([turn.call]), encoder)
 
 
 async def delete_response(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from engine.api import LogprobParams
 from serving.front.api.answers.held import ANY_OBJECT, HeldAnswer
+from serving.front.api.answers.tools import ToolUse
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
     Count,
@@ -18,11 +20,17 @@ from serving.front.api.fields import (
     most_tokens,
     schema_constraint,
 )
+from serving.front.api.responses.history import template_messages
 from serving.front.api.responses.items import Input, Json
-from serving.front.api.responses.tools import ResponsesToolChoice, ResponsesTools
+from serving.front.api.responses.tools import (
+    OfferedTools,
+    ResponsesToolChoice,
+    ResponsesTools,
+    offered_tools,
+)
 from serving.front.api.shared_fields import SharedFields, TemplateKwargs
 from serving.front.api.strict_json import NotSupported, StrictBody
-from serving.wire.turns import ModelInfo
+from serving.wire.turns import ChatPrompt, ModelInfo
 
 MAX_INCLUDED = 32
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -190,6 +198,15 @@ class ResponsesBody(SharedFields):
 
     def held(self) -> HeldAnswer | None:
         return None if self.text is None else self.text.held()
+
+    def offered_tools(self, model: ModelInfo) -> OfferedTools:
+        """Raises ServiceError, which names the field."""
+        return offered_tools(self.tools, self.tool_choice, self.parallel_tool_calls, model)
+
+    def chat_prompt(self, said: Sequence[Json], tools: ToolUse) -> ChatPrompt:
+        """The prompt of a response in whose conversation `said` was said, the input included."""
+        messages = template_messages(self.instructions, said)
+        return ChatPrompt(messages, self.template_kwargs, tools.for_template())
 
     def most_tokens(self, model: ModelInfo) -> int | None:
         """The most tokens of the answer, thoughts included. None: as many as the context has room for."""

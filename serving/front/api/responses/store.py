@@ -18,22 +18,18 @@ from uuid import NAMESPACE_OID, uuid4, uuid5
 import msgspec
 from msgspec.structs import replace
 
-from engine.api import SamplingParams
-from serving.front.api.answers.reader import AnswerReader, constraint_of, reads_thoughts
+from serving.front.api.answers.reader import AnswerReader, reads_thoughts
 from serving.front.api.errors import refusal
 from serving.front.api.hidden_sessions import HEX, RESPONSE
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.replies import ResponseHead, ResponseReader
 from serving.front.api.responses.schema import ResponsesBody
-from serving.front.api.responses.tools import offered_tools
 from serving.front.api.service import TurnService
 from serving.wire.errors import SESSION_NOT_FOUND
 from serving.wire.turns import (
     ModelInfo,
     ServiceError,
     SessionTurn,
-    TextPrompt,
-    TurnCall,
     TurnEvent,
     TurnTranscript,
 )
@@ -168,11 +164,11 @@ class StoredResponse:
 
     def reader(self, model: ModelInfo) -> ResponseReader:
         """A reader for the events of its turn, from the first one on."""
-        tools = offered_tools(self.body.tools, self.body.tool_choice, self.body.parallel_tool_calls, model)
-        reasoning = reads_thoughts(model, constraint_of(self.body.held(), tools.use))
+        tools = self.body.offered_tools(model)
+        reasoning = reads_thoughts(model, tools.use.constraint(self.body.held()))
         return ResponseReader(
             self.head,
-            AnswerReader(calls_named_by(self.head.id), tools.use, reasoning),
+            AnswerReader(self.head.id, tools.use, reasoning),
             tools,
             encrypts_reasoning=self.body.encrypts_reasoning,
         )
@@ -304,12 +300,6 @@ def _said_in(turns: Sequence[TurnTranscript], model: ModelInfo, response_id: str
             items = list(stored.before)
         items += [*stored.input, *stored.response(model)["output"]]
     return items
-
-
-def calls_named_by(response_id: str) -> TurnCall:
-    """The call from which an AnswerReader derives the ids of the response's tool calls. They do not depend on the
-    session that the turn is read from."""
-    return TurnCall(response_id, TextPrompt(""), SamplingParams())
 
 
 def _unknown(response_id: str, param: str = "response_id") -> ServiceError:

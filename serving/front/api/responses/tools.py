@@ -6,7 +6,7 @@ A function in a namespace is shown to the model under both names, joined.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
@@ -177,10 +177,10 @@ class OfferedTool:
 
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
-    """All tools of one request, by the names that the model sees. `use`: how they are used; None if there are none."""
+    """All tools of one request, by the names that the model sees, and how they are used."""
 
-    by_shown_name: Mapping[str, OfferedTool] = field(default_factory=dict)
-    use: ToolUse | None = None
+    by_shown_name: Mapping[str, OfferedTool]
+    use: ToolUse
 
     def called(self, shown: str) -> OfferedTool | None:
         """The tool that the model sees under this name; None if the model made the name up."""

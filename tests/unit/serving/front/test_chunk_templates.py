@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from engine.api import SamplingParams, TokenLogprob
+from engine.api import TokenLogprob
 from serving.front.api import reply_json
+from serving.front.api.answers.tools import NO_TOOLS
 from serving.front.api.openai.chat import ChatEncoder
 from serving.front.api.openai.chat_answers import ChatReader
 from serving.front.api.openai.chat_schema import ChatBody
 from serving.front.api.openai.completions import CompletionEncoder
 from serving.front.api.openai.completions_schema import CompletionBody
 from serving.front.api.sse import StreamEncoder
-from serving.wire.turns import TextLogprob, TextPrompt, TokenPrompt, TurnCall, TurnEvent, TurnFinish
+from serving.wire.turns import TextLogprob, TextPrompt, TurnEvent, TurnFinish
 
 TEXTS = ["plain", '"quoted"', "a\nb\\", "\u2028 \x00 \U0001f600", reply_json.TextTemplate.TEXT, "", "text"]
-CALL = TurnCall("r", TokenPrompt((1,)), SamplingParams())
 MODEL = f'of "{reply_json.TextTemplate.TEXT}"'
 """A model name that contains the placeholder of a template's text."""
 LOGPROBS = (TextLogprob(TokenLogprob(7, -1.0), b"x"),)
@@ -34,7 +34,7 @@ def chat(fields: dict[str, Any]) -> StreamEncoder:
     body = ChatBody.model_validate(
         {"messages": [{"role": "user", "content": "hi"}], "stream": True, **fields}
     )
-    return ChatEncoder(body, [ChatReader(CALL, None), ChatReader(CALL, None)], "id", MODEL)
+    return ChatEncoder(body, [ChatReader("r", NO_TOOLS, None) for _ in range(2)], "id", MODEL)
 
 
 def completion(fields: dict[str, Any]) -> StreamEncoder:

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from serving.front.api.answers.reader import AnswerPart
+from serving.front.api.answers.tools import NO_TOOLS
 from serving.front.api.messages.schema import MessagesBody
 from serving.front.api.messages.stream import BlockEvents
 from serving.front.http import create_http_app
@@ -30,7 +31,7 @@ CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 
 
 def rendered(**fields: Any) -> tuple[dict[str, Any], ...]:
-    return MessagesBody.model_validate({**GOOD, **fields}).prompt(None).messages
+    return MessagesBody.model_validate({**GOOD, **fields}).prompt(NO_TOOLS).messages
 
 
 def user(*blocks: Any) -> dict[str, Any]:

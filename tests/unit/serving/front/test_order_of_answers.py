@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from engine.api import SamplingParams
 from serving.front.api.answers.reader import AnswerPart, AnswerReader
+from serving.front.api.answers.tools import NO_TOOLS
 from serving.front.api.messages.replies import TextReply, ThinkingReply, blocks_of
 from serving.front.api.messages.stream import BlockEvents
 from serving.front.api.responses.output import OutputItems
 from serving.front.api.responses.tools import offered_tools
-from serving.wire.turns import TokenPrompt, TurnCall, TurnEvent, TurnFinish
+from serving.wire.turns import TurnEvent, TurnFinish
 from tests.unit.serving.local_service import MODEL
 
 ANSWER = (
@@ -23,8 +23,7 @@ CUTS = [[ANSWER], list(ANSWER), [ANSWER[:40], ANSWER[40:90], ANSWER[90:]]]
 
 
 def parts_of(cut: list[str]) -> list[AnswerPart]:
-    call = TurnCall("r", TokenPrompt((1,)), SamplingParams(), "")
-    reader = AnswerReader(call, None, "gpt_oss")
+    reader = AnswerReader("r", NO_TOOLS, "gpt_oss")
     finish = TurnFinish("stop")
     last = len(cut) - 1
     return [

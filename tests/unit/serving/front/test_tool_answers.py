@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from openai.lib.streaming._deltas import accumulate_delta
 
-from serving.front.api.answers.reader import AnswerPart
+from serving.front.api.answers.reader import AnswerPart, scope_of
 from serving.front.api.answers.tools import ToolUse
 from serving.front.api.openai.chat_answers import ChatReader
 from serving.front.http import create_http_app
@@ -108,7 +108,7 @@ async def test_without_tools_to_read_for_the_text_is_the_content(body: dict[str,
 
 
 def reader(name: FormatName, turn: TurnCall) -> ChatReader:
-    return ChatReader(turn, ToolUse((), "auto", True, name))
+    return ChatReader(scope_of(turn), ToolUse((), "auto", True, name), None)
 
 
 def in_session(session_id: str, request_id: str = "r", tenant: str = "") -> TurnCall:
