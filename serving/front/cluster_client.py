@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from controllers.errors import ControllerError, NoReplica, SessionNotFound, SessionTakenOver, StoreError
+from controllers.errors import ControllerError, SessionNotFound, SessionTakenOver
 from controllers.histogram import Measure
 from controllers.records import TREE_KEY, ForkOrder, LedgerEntry, TurnNote
 from controllers.session_keys import id_in, session_key
@@ -25,13 +25,12 @@ from serving.background import BackgroundTasks
 from serving.front.api.service import WatchedItem
 from serving.front.cluster_watch import SharedWatch
 from serving.front.known_places import KnownPlaces
-from serving.front.ownership_cache import Owner
-from serving.front.refusals import LOG_AWAY
 from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
 from serving.front.replica_gone import Loss, ReplicaGone, ReplicaLate
+from serving.front.session_owners import RETRY_PAUSE_S, SessionOwners
 from serving.front.shared_answer import SharedAnswer
 from serving.front.siblings import Siblings
-from serving.front.turn_dispatch import RETRY_PAUSE_S, TurnDispatcher
+from serving.front.turn_dispatch import TurnDispatcher
 from serving.front.watch_source import ClusterSource
 from serving.watch.audit_reply import cluster_audit
 from serving.watch.metrics import IngressMetrics
@@ -39,7 +38,6 @@ from serving.watch.page import cluster_page
 from serving.wire.calls import (
     Abort,
     Audit,
-    CloseSession,
     Describe,
     Detokenize,
     Drain,
@@ -52,7 +50,7 @@ from serving.wire.calls import (
     Tokenize,
 )
 from serving.wire.controller_calls import ControllerCalls, Told
-from serving.wire.errors import STALE_EPOCH, told_to_clients, unavailable
+from serving.wire.errors import told_to_clients, unavailable
 from serving.wire.transcripts import transcript_of
 from serving.wire.tree_ids import told_session
 from serving.wire.turns import (
@@ -90,6 +88,7 @@ class ClusterClient:
         replicas: ReplicaCalls,
         siblings: Siblings,
         controller: ControllerCalls,
+        owners: SessionOwners,
         dispatcher: TurnDispatcher,
         places: KnownPlaces,
         metrics: IngressMetrics,
@@ -102,6 +101,7 @@ class ClusterClient:
         self._replicas = replicas
         self._siblings = siblings
         self._controller = controller
+        self._owners = owners
         self._dispatcher = dispatcher
         self._places = places
         self._metrics = metrics
@@ -136,14 +136,12 @@ class ClusterClient:
         tenant: str,
         tree: bool = False,
     ) -> str:
-        opened = await self._dispatcher.open_session(
-            session_id, tenant, timeout_s, capacity_tokens, tree=tree
-        )
+        opened = await self._owners.open_session(session_id, tenant, timeout_s, capacity_tokens, tree=tree)
         return id_in(opened)
 
     async def is_tree(self, session_id: str, *, tenant: str) -> bool:
         with told_to_clients():
-            owner = await self._dispatcher.owner_of(session_key(tenant, session_id))
+            owner = await self._owners.owner_of(session_key(tenant, session_id))
         return owner.open_key is not None and owner.open_key.startswith(TREE_KEY)
 
     async def fork_session(
@@ -158,46 +156,33 @@ class ClusterClient:
         child_id = new_session_id or uuid.uuid4().hex
         order = ForkOrder(session_key(tenant, child_id), uuid.uuid4().hex, length, timeout_s)
         key = session_key(tenant, session_id)
-        answer = await self._dispatcher.ask_owner(key, lambda epoch: ForkSession(key, epoch, order))
+        answer = await self._owners.ask(key, lambda epoch: ForkSession(key, epoch, order))
         assert isinstance(answer, ForkedSession)
         return replace(answer, session_id=child_id)
 
     async def rewind_session(self, session_id: str, length: int, *, tenant: str) -> None:
         key, once = session_key(tenant, session_id), f"{CALL_KEY}{uuid.uuid4().hex}"
-        await self._dispatcher.ask_owner(key, lambda epoch: RewindSession(key, epoch, length, once))
+        await self._owners.ask(key, lambda epoch: RewindSession(key, epoch, length, once))
 
     async def move_session(self, session_id: str, to: str | None, *, tenant: str) -> MovedSession:
         key = session_key(tenant, session_id)
-        self._dispatcher.forget(key)  # the remembered owner may no longer own it
+        self._owners.forget(key)  # the remembered owner may no longer own it
         with told_to_clients():
-            before = await self._dispatcher.once_log_answers(partial(self._dispatcher.owner_of, key))
-        answer = await self._dispatcher.ask_owner(
-            key, lambda epoch: MoveSession(key, epoch, to, before.epoch)
-        )
+            before = await self._owners.once_log_answers(partial(self._owners.owner_of, key))
+        answer = await self._owners.ask(key, lambda epoch: MoveSession(key, epoch, to, before.epoch))
         assert isinstance(answer, MovedSession)
-        self._dispatcher.forget(key)
+        self._owners.forget(key)
         return replace(answer, from_id=before.replica_id)
 
     async def keep_note(
         self, session_id: str, note: bytes, *, expected_turn: int | None, tenant: str
     ) -> None:
         key, once = session_key(tenant, session_id), f"{CALL_KEY}{uuid.uuid4().hex}"
-        await self._dispatcher.ask_owner(key, lambda epoch: KeepNote(key, epoch, note, once, expected_turn))
+        await self._owners.ask(key, lambda epoch: KeepNote(key, epoch, note, once, expected_turn))
 
     async def close_session(self, session_id: str, *, tenant: str) -> bool:
-        key = session_key(tenant, session_id)
-        opened = None
-        self._dispatcher.forget(key)  # what is remembered does not say whether the session is still there
         with told_to_clients():
-            try:
-                owner = await self._dispatcher.once_log_answers(partial(self._dispatcher.owner_of, key))
-                opened = owner.open_key
-            except SessionNotFound:
-                return False
-            except NoReplica:
-                pass
-            await self._dispatcher.once_log_answers(partial(self._close, key, opened))
-        return True
+            return await self._owners.close(session_key(tenant, session_id))
 
     async def abort(self, request_id: str | None, *, all_requests: bool = False, tenant: str) -> None:
         if not all_requests and request_id is None:
@@ -353,43 +338,6 @@ class ClusterClient:
             return await self._controller.figures(FIGURES_TIMEOUT_S)
         except ControllerError:
             return Told([], missing=(0,))
-
-    async def _close(self, key: str, opened: str | None) -> None:
-        """Closes the session that was opened with this key (None: not known) at its owner: then nothing of it is left
-        there, and its turn ends. If there is no owner, the controller closes it. If it is there no more, an earlier try
-        has closed it, whose answer was lost, or another call."""
-        try:
-            first = await self._dispatcher.owner_of(key)
-            if opened not in (None, first.open_key):
-                return  # a later session
-            opened = first.open_key
-            with suppress(ReplicaGone):
-                if await self._close_at(first, key):
-                    return
-            owner = await self._dispatcher.owner_of(key)
-            if owner != first and owner.open_key == opened and await self._close_at(owner, key):
-                return
-        except SessionNotFound:
-            return
-        except (NoReplica, ReplicaGone):
-            pass
-        finally:
-            self._dispatcher.forget(key)
-        await self._controller.close_session(key, None, None, opened)
-
-    async def _close_at(self, owner: Owner, key: str) -> bool:
-        """False if the replica does not have the session at that epoch, or no longer owns it. Raises StoreError if the
-        session log could not be written, or the replica is late: then ask again, since only the owner knows whether a
-        turn is in flight."""
-        self._dispatcher.forget(key)
-        try:
-            return bool(await self._replicas.call(owner.replica_id, CloseSession(key, owner.epoch)))
-        except ServiceError as error:
-            if error.info.code in LOG_AWAY or isinstance(error, ReplicaLate):
-                raise StoreError(error.info.message) from error
-            if error.info.code != STALE_EPOCH:
-                raise
-        return False
 
 
 def _with_session_key(call: TurnCall) -> TurnCall:

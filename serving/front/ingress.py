@@ -37,6 +37,7 @@ from serving.front.recorder import Recorder
 from serving.front.replica_calls import ANY_REPLICA, HasDied, OpenConnection, ReplicaCalls
 from serving.front.replica_gone import ReplicaGone, ReplicaLate
 from serving.front.replica_link import LinkTimes
+from serving.front.session_owners import SessionOwners
 from serving.front.siblings import Siblings
 from serving.front.turn_dispatch import TurnDispatcher
 from serving.garbage import settle
@@ -107,7 +108,7 @@ class Ingress:
         controller = place.controller
         metrics = self._metrics = IngressMetrics(place.ingress_id, args.metric_labels)
         self._spans = open_spans(args.tracing, "ingress", place.ingress_id)
-        owners = OwnershipCache(CACHED_OWNERS)
+        cache = OwnershipCache(CACHED_OWNERS)
         places = _known_places(args)
         calls = self._replicas = ReplicaCalls(
             controller,
@@ -118,19 +119,15 @@ class Ingress:
             times=LinkTimes(reopen_s=REOPEN_SHARE * args.ingress.failover_timeout_s),
             call_timeout_s=CALL_TIMEOUT_S,
             on_broken=metrics.connection_broke,
-            on_gone=_forgets(owners, places),
+            on_gone=_forgets(cache, places),
         )
         metrics.read(calls.figures)
         self._tasks.every(LOOK_INTERVAL_S, calls.look, timeout_s=CONTROLLER_TIMEOUT_S)
-        dispatcher = self._dispatcher = TurnDispatcher(
-            calls,
-            controller,
-            owners,
-            places,
-            metrics,
-            failover_timeout_s=args.ingress.failover_timeout_s,
-            traces=front_traces(self._spans, args.model.model_id),
+        owners = SessionOwners(
+            calls, controller, cache, places, metrics, failover_timeout_s=args.ingress.failover_timeout_s
         )
+        traces = front_traces(self._spans, args.model.model_id)
+        dispatcher = self._dispatcher = TurnDispatcher(calls, owners, places, metrics, traces=traces)
         siblings = Siblings(place.ingresses, FIGURES_TIMEOUT_S)
         self._background = BackgroundResponses(siblings, most=args.ingress.max_background_responses)
         self._service = ClusterClient(
@@ -138,6 +135,7 @@ class Ingress:
             replicas=calls,
             siblings=siblings,
             controller=controller,
+            owners=owners,
             dispatcher=dispatcher,
             places=places,
             metrics=metrics,
@@ -282,9 +280,9 @@ def _known_places(args: AppArgs) -> KnownPlaces:
     )
 
 
-def _forgets(owners: OwnershipCache, places: KnownPlaces) -> Callable[[str], None]:
+def _forgets(cache: OwnershipCache, places: KnownPlaces) -> Callable[[str], None]:
     def forget(replica_id: str) -> None:
-        owners.forget_replica(replica_id)
+        cache.forget_replica(replica_id)
         places.forget_replica(replica_id)
 
     return forget

@@ -91,7 +91,7 @@ def takeovers(cluster: Cluster) -> int:
 def _of_ingress(party: Party, epochs: dict[str, tuple[int, str]]) -> Iterator[str]:
     """An ingress may remember a former owner of a session, but never one that the session never had."""
     ingress: Ingress = party.actor
-    for session_id, owner in ingress._dispatcher._owners._owners.items():
+    for session_id, owner in ingress._dispatcher._owners._cache._owners.items():
         epoch, replica_id = epochs.get(session_id, (owner.epoch, owner.replica_id))
         if owner.epoch > epoch or (owner.epoch == epoch and owner.replica_id != replica_id):
             yield f"{party.name}: {session_id} at {owner}, it is at {replica_id} with epoch {epoch}"

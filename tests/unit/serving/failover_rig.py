@@ -120,6 +120,7 @@ class Failover:
             traces=traces,
         )
         self.metrics = self.service.metrics
+        self.owners = self.service.owners
         self.dispatcher = self.service.dispatcher
 
     @property

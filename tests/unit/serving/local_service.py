@@ -19,6 +19,7 @@ from serving.front.cluster_client import ClusterClient
 from serving.front.http import create_http_app
 from serving.front.known_places import KnownPlaces
 from serving.front.ownership_cache import OwnershipCache
+from serving.front.session_owners import SessionOwners
 from serving.front.siblings import Siblings
 from serving.front.turn_dispatch import TurnDispatcher
 from serving.text.text import TextProcessor
@@ -51,7 +52,7 @@ class LocalService(ClusterClient):
         rig: Rig,
         replicas: LocalReplicas | None = None,
         *,
-        owners: OwnershipCache | None = None,
+        cache: OwnershipCache | None = None,
         siblings: Alone | None = None,
         metrics: IngressMetrics | None = None,
         failover_timeout_s: float = 0.0,
@@ -65,20 +66,21 @@ class LocalService(ClusterClient):
         self.metrics.read(self.replicas.figures)
         controller: Any = rig.controller
         places = KnownPlaces(1000)
-        self.dispatcher = TurnDispatcher(
+        self.owners = SessionOwners(
             self.replicas,
             controller,
-            owners or OwnershipCache(1000),
+            cache or OwnershipCache(1000),
             places,
             self.metrics,
             failover_timeout_s=failover_timeout_s,
-            traces=traces,
         )
+        self.dispatcher = TurnDispatcher(self.replicas, self.owners, places, self.metrics, traces=traces)
         super().__init__(
             model=MODEL,
             replicas=self.replicas,
             siblings=siblings or Alone(),
             controller=controller,
+            owners=self.owners,
             dispatcher=self.dispatcher,
             places=places,
             metrics=self.metrics,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from serving.front import dispatched_turn, turn_dispatch
+from serving.front import dispatched_turn, session_owners
 from serving.wire.turns import TurnCall, TurnEvent
 from tests.unit.serving.failover_rig import Failover, at_the_end, behind, running_failover
 from tests.unit.serving.local_service import Alone, LocalService
@@ -46,7 +46,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Failover]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turn_dispatch, "RETRY_PAUSE_S", 0.005)
+    monkeypatch.setattr(session_owners, "RETRY_PAUSE_S", 0.005)
     monkeypatch.setattr(dispatched_turn, "ABORT_TIMEOUT_S", 0.1)
 
 
@@ -74,7 +74,7 @@ async def test_between_two_replicas(served: Failover, session: str | None, every
     served.replicas.dead.add("b")
     turn = asyncio.create_task(served.turn(mine(session)))
     while failovers(served) < 2:
-        await asyncio.sleep(turn_dispatch.RETRY_PAUSE_S)
+        await asyncio.sleep(session_owners.RETRY_PAUSE_S)
     client = other_ingress(served)
     await client.abort(None, all_requests=True, tenant="another")
     await client.abort("yours", tenant="")

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serving.front import turn_dispatch
+from serving.front import session_owners
 from serving.front.http import create_http_app
 from tests.unit.controllers.full_disk import full_disk
 from tests.unit.serving.local_service import LocalService, client_of, small_text
@@ -21,7 +21,7 @@ ASKED = {"model": MODEL.model_id, "input": "a dog", "max_output_tokens": 4}
 
 @pytest.fixture
 async def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
-    monkeypatch.setattr(turn_dispatch, "LOG_PAUSE_S", 0.01)
+    monkeypatch.setattr(session_owners, "LOG_PAUSE_S", 0.01)
     settings = {"controller": {"commit_patience_s": PATIENCE_S}}
     async with running_rig(tmp_path, settings=settings, text=small_text()) as rig:
         service = LocalService(rig, failover_timeout_s=PATIENCE_S)

@@ -11,7 +11,7 @@ import pytest
 
 from controllers.errors import StoreError
 from controllers.retention import CLOSING_TIMEOUT_S
-from serving.front import turn_dispatch
+from serving.front import session_owners
 from serving.wire.turns import ServiceError, TurnEvent
 from tests.unit.serving.failover_rig import Failover, running_failover
 from tests.unit.serving.front.test_closes_through_front_ends import OtherIngress
@@ -113,7 +113,7 @@ async def test_a_next_owner_that_is_never_asked_for_the_turn_ends_the_session(
 async def test_a_close_is_not_told_as_done_before_the_log_has_it(
     served: Failover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turn_dispatch, "LOG_PAUSE_S", 0.005)
+    monkeypatch.setattr(session_owners, "LOG_PAUSE_S", 0.005)
     a = served.rigs[0]
     a.runner.hold()
     turn = asyncio.create_task(a.run(call([4], "s"), 1))

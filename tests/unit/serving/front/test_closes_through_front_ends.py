@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from controllers.errors import StoreError
-from serving.front import turn_dispatch
+from serving.front import session_owners
 from serving.front.ownership_cache import Owner, OwnershipCache
 from serving.front.replica_gone import ReplicaLate
 from serving.wire.calls import AnyCall, CloseSession
@@ -49,9 +49,9 @@ class OtherIngress:
 
     def __init__(self, served: Failover, key: str = "s") -> None:
         self.replicas = ClosingReplicas(served)
-        owners = OwnershipCache(9)
-        owners.put(key, Owner("a", 1))
-        self.client = LocalService(served.rigs[0], self.replicas, owners=owners, failover_timeout_s=5.0)
+        cache = OwnershipCache(9)
+        cache.put(key, Owner("a", 1))
+        self.client = LocalService(served.rigs[0], self.replicas, cache=cache, failover_timeout_s=5.0)
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ async def test_a_close_asks_an_owner_that_was_late_again(
     served: Failover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the owner knows whether a turn is in flight. The session used to be closed without it."""
-    monkeypatch.setattr(turn_dispatch, "LOG_PAUSE_S", 0.005)
+    monkeypatch.setattr(session_owners, "LOG_PAUSE_S", 0.005)
     a, other = served.rigs[0], OtherIngress(served)
     other.replicas.late = 2
     a.runner.hold()
@@ -192,7 +192,7 @@ async def test_a_close_asks_an_owner_that_was_late_again(
 async def test_a_close_waits_for_the_log(served: Failover, monkeypatch: pytest.MonkeyPatch) -> None:
     """The close used to end in store_unavailable. The replica had already forgotten the session, but the log kept
     it."""
-    monkeypatch.setattr(turn_dispatch, "LOG_PAUSE_S", 0.005)
+    monkeypatch.setattr(session_owners, "LOG_PAUSE_S", 0.005)
     other = OtherIngress(served)
     served.controller.log.away = True
     closing = asyncio.create_task(other.client.close_session("s", tenant=""))
@@ -206,7 +206,7 @@ async def test_a_close_waits_for_the_log(served: Failover, monkeypatch: pytest.M
 @pytest.fixture
 def answer_is_lost(served: Failover, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The log's answer to its first close is lost. Returns the sessions that it was to close."""
-    monkeypatch.setattr(turn_dispatch, "LOG_PAUSE_S", 0.005)
+    monkeypatch.setattr(session_owners, "LOG_PAUSE_S", 0.005)
     closed: list[str] = []
     store: Any = served.controller.log
     close = store.close
@@ -253,7 +253,7 @@ async def test_a_close_that_its_owner_answers_too_late_has_closed_the_session(
     served: Failover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So was this."""
-    monkeypatch.setattr(turn_dispatch, "LOG_PAUSE_S", 0.005)
+    monkeypatch.setattr(session_owners, "LOG_PAUSE_S", 0.005)
     other = OtherIngress(served)
     other.replicas.late, other.replicas.done_late = 1, True
     assert await other.client.close_session("s", tenant="")
@@ -264,7 +264,7 @@ async def test_a_close_that_its_owner_answers_too_late_has_closed_the_session(
 async def test_no_session_is_told_as_closed_though_the_log_was_away(
     served: Failover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turn_dispatch, "LOG_PAUSE_S", 0.005)
+    monkeypatch.setattr(session_owners, "LOG_PAUSE_S", 0.005)
     served.controller.failures["resolve"] = [StoreError("away")]
     client = OtherIngress(served).client
     assert not await client.close_session("unknown", tenant="")

@@ -33,7 +33,7 @@ class Replicas:
 
 def client_of(replicas: Replicas | ReplicaCalls) -> ClusterClient:
     unused: dict[str, Any] = dict.fromkeys(
-        ("model", "siblings", "controller", "dispatcher", "places", "metrics", "tasks")
+        ("model", "siblings", "controller", "owners", "dispatcher", "places", "metrics", "tasks")
     )
     parts: dict[str, Any] = {"replicas": replicas}
     return ClusterClient(settings={}, **parts, **unused)

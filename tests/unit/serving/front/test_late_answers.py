@@ -12,7 +12,7 @@ from controllers.errors import ControllerError
 from serving.front.known_places import KnownPlaces
 from serving.front.ownership_cache import OwnershipCache
 from serving.front.replica_link import LinkTimes
-from serving.front.turn_dispatch import TurnDispatcher
+from serving.front.session_owners import SessionOwners
 from serving.replica.link_server import Emit
 from serving.watch.metrics import IngressMetrics
 from serving.wire.calls import AnyCall, KeepNote, RewindSession, answer_of
@@ -55,13 +55,11 @@ class Replica:
                 await self.comes.wait()
 
 
-def dispatcher_of(
-    links: LinkRig, rig: Rig, metrics: IngressMetrics, failover_timeout_s: float
-) -> TurnDispatcher:
-    """A front end that must not report the replica."""
+def owners_of(links: LinkRig, rig: Rig, metrics: IngressMetrics, failover_timeout_s: float) -> SessionOwners:
+    """Those of a front end that must not report the replica."""
     rig.controller.failures["report_unreachable"] = [AssertionError("the replica answers")]
     parts: tuple[Any, ...] = (links.calls, rig.controller, OwnershipCache(9), KnownPlaces(9), metrics)
-    return TurnDispatcher(*parts, failover_timeout_s=failover_timeout_s)
+    return SessionOwners(*parts, failover_timeout_s=failover_timeout_s)
 
 
 async def with_a_turn(rig: Rig, links: LinkRig) -> None:
@@ -83,9 +81,9 @@ async def test_a_call_that_waits_for_the_log_says_nothing_against_its_replica(
         options: dict[str, Any] = {"times": LinkTimes(), "call_timeout_s": CALL_TIMEOUT_S}
         async with running_link(replica.serve, **options) as links:
             await with_a_turn(rig, links)
-            dispatcher = dispatcher_of(links, rig, metrics, WAIT_S)
+            owners = owners_of(links, rig, metrics, WAIT_S)
             rig.controller.log.away = True
-            asking = asyncio.create_task(dispatcher.ask_owner("s", CALLS[kind]))
+            asking = asyncio.create_task(owners.ask("s", CALLS[kind]))
             await replica.was_asked(4)
             assert not asking.done()
             rig.controller.log.away = False
@@ -103,10 +101,10 @@ async def test_past_its_time_such_a_call_ends_in_a_typed_error(tmp_path: Path) -
         options: dict[str, Any] = {"times": LinkTimes(), "call_timeout_s": CALL_TIMEOUT_S}
         async with running_link(Replica(rig).serve, **options) as links:
             await with_a_turn(rig, links)
-            dispatcher = dispatcher_of(links, rig, IngressMetrics("i"), 4 * CALL_TIMEOUT_S)
+            owners = owners_of(links, rig, IngressMetrics("i"), 4 * CALL_TIMEOUT_S)
             rig.controller.log.away = True
             with pytest.raises(ServiceError) as caught:
-                await dispatcher.ask_owner("s", CALLS["note"])
+                await owners.ask("s", CALLS["note"])
             rig.controller.log.away = False
         assert (caught.value.info.status, caught.value.info.code) == (503, "replica_unavailable")
         assert caught.value.info.retry_after_s is not None

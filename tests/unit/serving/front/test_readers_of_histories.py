@@ -3,27 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from controllers.session_keys import session_key
-from serving.front.cluster_client import ClusterClient
-from serving.front.known_places import KnownPlaces
-from tests.unit.serving.failover_rig import Failover, running_failover
-from tests.unit.serving.local_service import MODEL
+from tests.unit.serving.failover_rig import running_failover
 from tests.unit.serving.replica_rig import call
-
-
-def front_end(served: Failover) -> ClusterClient:
-    parts: dict[str, Any] = {"replicas": served.replicas, "controller": served.controller, "siblings": None}
-    return ClusterClient(
-        model=MODEL,
-        tasks=served.rigs[0].tasks,
-        dispatcher=served.dispatcher,
-        places=KnownPlaces(9),
-        metrics=served.metrics,
-        settings={},
-        **parts,
-    )
 
 
 async def test_reading_does_not_begin_the_idle_clock_anew(tmp_path: Path) -> None:
@@ -35,7 +18,7 @@ async def test_reading_does_not_begin_the_idle_clock_anew(tmp_path: Path) -> Non
         await served.turn(call([1, 2, 3], "s"))
         key = session_key("", "s")
         before = served.cluster.session(key).last_used_s
-        turns = await front_end(served).transcript("s", tenant="")
+        turns = await served.service.transcript("s", tenant="")
         assert [turn.turn_index for turn in turns] == [0]
         assert served.cluster.session(key).last_used_s == before
         for rig in served.rigs:

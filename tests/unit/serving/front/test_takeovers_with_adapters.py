@@ -12,9 +12,10 @@ from msgspec.structs import replace as replaced
 from controllers.records import ReplicaStatus
 from engine.api import AdapterNotLoaded
 from engine.engine import LocalEngine
-from serving.front import turn_dispatch
+from serving.front import session_owners
 from serving.front.known_places import KnownPlaces
 from serving.front.ownership_cache import OwnershipCache
+from serving.front.session_owners import SessionOwners
 from serving.front.turn_dispatch import TurnDispatcher
 from serving.replica.link_server import Emit
 from serving.watch.metrics import FailoverCause, IngressMetrics
@@ -34,7 +35,7 @@ WHOLE = null_generate([5, 6, 7], LENGTH, VOCAB_SIZE)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turn_dispatch, "RETRY_PAUSE_S", 0.005)
+    monkeypatch.setattr(session_owners, "RETRY_PAUSE_S", 0.005)
 
 
 def take_adapters(served: Failover, *names: str) -> None:
@@ -114,8 +115,12 @@ async def over_links(*answers: TurnEvent) -> tuple[TurnEvent, list[str]]:
 
     async with running_link(serve) as rig:
         rig.listed = [ReplicaStatus(name, 100, 100, address=rig.address) for name in "rst"]
-        parts: tuple[Any, ...] = (rig.calls, rig, OwnershipCache(9), KnownPlaces(9), IngressMetrics("i"))
-        dispatcher = TurnDispatcher(*parts, failover_timeout_s=WAIT_S)
+        controller: Any = rig
+        places, metrics = KnownPlaces(9), IngressMetrics("i")
+        owners = SessionOwners(
+            rig.calls, controller, OwnershipCache(9), places, metrics, failover_timeout_s=WAIT_S
+        )
+        dispatcher = TurnDispatcher(rig.calls, owners, places, metrics)
         try:
             async with dispatcher.dispatch(adapted()) as events:
                 end = merge_events([event async for event in events])

@@ -26,7 +26,7 @@ from engine.api import (
 )
 from engine.batch import ModelOutput, ScheduledBatch
 from engine.settings import SpeculationSettings
-from serving.front import turn_dispatch
+from serving.front import session_owners
 from serving.front.replica_gone import ReplicaGone
 from serving.text.text import TextProcessor
 from serving.wire.turn_events import merge_events
@@ -54,7 +54,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Failover]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turn_dispatch, "RETRY_PAUSE_S", 0.005)
+    monkeypatch.setattr(session_owners, "RETRY_PAUSE_S", 0.005)
 
 
 def turn_of(session: str | None, **options: Any) -> TurnCall:

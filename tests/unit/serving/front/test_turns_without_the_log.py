@@ -11,8 +11,9 @@ import pytest
 
 from controllers.errors import NoAnswer, StoreError
 from controllers.records import ForkOrder
-from serving.front import turn_dispatch
+from serving.front import session_owners
 from serving.wire.calls import ForkSession
+from serving.wire.errors import error_info
 from serving.wire.turns import ServiceError, TurnEvent
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.failover_rig import Failover, failovers, running_failover
@@ -33,8 +34,8 @@ async def served(tmp_path: Path) -> AsyncIterator[Failover]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turn_dispatch, "RETRY_PAUSE_S", 0.005)
-    monkeypatch.setattr(turn_dispatch, "LOG_PAUSE_S", 0.005)
+    monkeypatch.setattr(session_owners, "RETRY_PAUSE_S", 0.005)
+    monkeypatch.setattr(session_owners, "LOG_PAUSE_S", 0.005)
 
 
 async def waits(task: asyncio.Task[TurnEvent] | asyncio.Task[str]) -> None:
@@ -55,7 +56,7 @@ async def test_a_turn_whose_session_must_be_loaded_waits_for_the_log(served: Fai
 async def test_an_open_waits_for_the_log(served: Failover) -> None:
     served.open_session("other")
     served.controller.log.away = True
-    opening = asyncio.create_task(served.dispatcher.open_session("s", "", None, None))
+    opening = asyncio.create_task(served.owners.open_session("s", "", None, None))
     await waits(opening)
     served.controller.log.away = False
     assert await opening == "s"
@@ -68,7 +69,7 @@ async def test_an_open_without_an_id_opens_one_session_though_its_answer_is_lost
     """The next try used to draw another id. The first session stayed, and counted for its tenant."""
     served.open_session("other")
     served.controller.lost_replies["open_session"] = [NoAnswer("lost")] * 2
-    key = await served.dispatcher.open_session(None, "acme", None, None, tree=tree)
+    key = await served.owners.open_session(None, "acme", None, None, tree=tree)
     assert [entry.session_id for entry in served.cluster.sessions("acme")] == [key]
 
 
@@ -77,21 +78,19 @@ async def test_a_fork_waits_for_the_log(served: Failover) -> None:
     await served.turn(call(PROMPT, "s"))
 
     class Pinned:
-        """Carries out the one call that the dispatcher makes to an owner."""
+        """Carries out the one call that is made to an owner."""
 
         async def call(self, replica_id: str, call: ForkSession) -> object:
             assert replica_id == "a"
             try:
                 return await served.rigs[0].host.fork(call.parent_id, call.epoch, call.order)
             except StoreError as error:
-                raise ServiceError(turn_dispatch.error_info(error)) from error
+                raise ServiceError(error_info(error)) from error
 
-    served.dispatcher._replicas = Pinned()  # type: ignore[assignment]
+    served.owners._replicas = Pinned()  # type: ignore[assignment]
     served.controller.log.away = True
     order = ForkOrder("child", "key")
-    forking = asyncio.create_task(
-        served.dispatcher.ask_owner("s", lambda epoch: ForkSession("s", epoch, order))
-    )
+    forking = asyncio.create_task(served.owners.ask("s", lambda epoch: ForkSession("s", epoch, order)))
     await waits(forking)
     served.controller.log.away = False
     assert (await forking).tokens == len(PROMPT) + LENGTH
@@ -123,7 +122,7 @@ async def test_past_its_time_a_call_that_waited_ends_in_a_typed_error(
             await served.turn(call(PROMPT, "s"))
         assert (caught.value.info.status, caught.value.info.code) == (503, failure.code)
         with pytest.raises(ServiceError) as caught:
-            await served.dispatcher.open_session("t", "", None, None)
+            await served.owners.open_session("t", "", None, None)
         assert (caught.value.info.status, caught.value.info.code) == (503, failure.code)
 
 

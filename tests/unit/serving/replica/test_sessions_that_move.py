@@ -113,7 +113,7 @@ async def test_the_former_owner_refuses_front_ends_that_remember_it(crowd: Crowd
     events = await crowd.rigs[0].run(turn_of([6]), 1)
     assert events[-1].error is not None
     assert events[-1].error.code == "stale_epoch"
-    crowd.dispatcher._owners.put("s", Owner("a", 1))
+    crowd.owners._cache.put("s", Owner("a", 1))
     await crowd.say([6])
     assert crowd.owner() == ("b", 2)
 

@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 from opentelemetry.sdk.trace import TracerProvider
 
-from serving.front import turn_dispatch
+from serving.front import session_owners
 from serving.trace.turn_traces import UNTRACED
 from tests.unit.serving.failover_rig import behind
 from tests.unit.serving.local_service import MODEL, LocalService
@@ -190,7 +190,7 @@ async def test_it_joins_the_span_that_is_current_as_rays_is(
 async def test_a_replica_that_is_lost_is_an_event_and_a_failed_attempt(
     traced: Traced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turn_dispatch, "RETRY_PAUSE_S", 0.005)
+    monkeypatch.setattr(session_owners, "RETRY_PAUSE_S", 0.005)
     traced.failover.open_session("s1")
     traced.failover.replicas.losses["a"] = behind(3)
     collector = await stream(traced, {"x-session-id": "s1"}, max_tokens=30)
@@ -250,7 +250,7 @@ async def test_what_nobody_expected_is_an_event_of_the_spans_that_it_ends(
 async def test_a_session_that_has_moved_is_no_failure(traced: Traced) -> None:
     traced.failover.open_session("s1")
     await traced.client.post("/v1/chat/completions", json=body(), headers={"x-session-id": "s1"})
-    owners = traced.failover.dispatcher._owners
+    owners = traced.failover.owners._cache
     owner = owners.get("s1")
     assert owner is not None
     owners.put("s1", replace(owner, epoch=owner.epoch + 7))

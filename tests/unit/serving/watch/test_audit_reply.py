@@ -119,7 +119,9 @@ class Replicas:
 
 def client_of(replicas: Replicas, controller: Controller, grace_s: float) -> ClusterClient:
     parts: dict[str, Any] = {"replicas": replicas, "controller": controller, "newcomer_grace_s": grace_s}
-    unused: dict[str, Any] = dict.fromkeys(("model", "siblings", "dispatcher", "places", "metrics", "tasks"))
+    unused: dict[str, Any] = dict.fromkeys(
+        ("model", "siblings", "owners", "dispatcher", "places", "metrics", "tasks")
+    )
     return ClusterClient(settings={}, **parts, **unused)
 
 

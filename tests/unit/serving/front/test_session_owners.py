@@ -10,11 +10,11 @@ import pytest
 
 from controllers.errors import NoReplica, SessionNotFound
 from controllers.records import Assignment
-from serving.front import turn_dispatch
+from serving.front import session_owners
 from serving.front.known_places import KnownPlaces
 from serving.front.ownership_cache import OwnershipCache
 from serving.front.replica_gone import ReplicaGone
-from serving.front.turn_dispatch import TurnDispatcher
+from serving.front.session_owners import SessionOwners
 from serving.watch.metrics import FailoverCause, IngressMetrics
 from serving.wire.calls import CloseSession
 from serving.wire.errors import error_info, unavailable
@@ -68,24 +68,24 @@ class Controller:
         return died
 
 
-def dispatcher(
+def owners(
     replicas: Replicas,
     controller: Controller,
     timeout_s: float = 5.0,
     metrics: IngressMetrics | None = None,
-) -> TurnDispatcher:
+) -> SessionOwners:
     parts: tuple[Any, ...] = (replicas, controller, OwnershipCache(9), KnownPlaces(9))
-    return TurnDispatcher(*parts, metrics or IngressMetrics("i"), failover_timeout_s=timeout_s)
+    return SessionOwners(*parts, metrics or IngressMetrics("i"), failover_timeout_s=timeout_s)
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turn_dispatch, "RETRY_PAUSE_S", 0.001)
+    monkeypatch.setattr(session_owners, "RETRY_PAUSE_S", 0.001)
 
 
 async def test_the_owner_is_remembered() -> None:
     replicas, controller = Replicas(1, 2), Controller()
-    ask = dispatcher(replicas, controller).ask_owner
+    ask = owners(replicas, controller).ask
     assert [await ask("t s", work_at) for _ in range(2)] == [1, 2]
     assert replicas.asked == [("t1", work_at(1))] * 2
 
@@ -93,7 +93,7 @@ async def test_the_owner_is_remembered() -> None:
 @pytest.mark.parametrize("first", [MOVED, NOT_HELD, ReplicaGone("t1")])
 async def test_a_wrong_owner_costs_one_more_round(first: Any) -> None:
     replicas = Replicas(first, "done")
-    assert await dispatcher(replicas, Controller()).ask_owner("t s", work_at) == "done"
+    assert await owners(replicas, Controller()).ask("t s", work_at) == "done"
     assert [asked[0] for asked in replicas.asked] == ["t1", "t2"]
 
 
@@ -110,15 +110,15 @@ async def test_failovers_are_counted_by_cause(refusal: Any, cause: FailoverCause
     """Refusals of replicas that drain used to count as losses. Planned changes beside one death then set off
     KedgeFailoverBurst."""
     metrics = IngressMetrics("i")
-    answers = [MOVED, refusal, "done"]  # the first only makes the dispatcher ask for the owner again
-    ask = dispatcher(Replicas(*answers), Controller(), metrics=metrics).ask_owner
+    answers = [MOVED, refusal, "done"]  # after the first, only the owner is asked for again
+    ask = owners(Replicas(*answers), Controller(), metrics=metrics).ask
     assert await ask("t s", work_at) == "done"
     assert failovers(metrics) == failovers(metrics, cause) == 1
 
 
 async def test_a_replica_that_answered_before_is_reported_lost() -> None:
     controller = Controller()
-    ask = dispatcher(Replicas(1, ReplicaGone("t1"), BUSY, 2), controller).ask_owner
+    ask = owners(Replicas(1, ReplicaGone("t1"), BUSY, 2), controller).ask
     await ask("t s", work_at)
     # The lost call may still be in the way at the replica, so a refusal after it is tried again.
     assert await ask("t s", work_at) == 2
@@ -146,7 +146,7 @@ class OneOwner(Controller):
 async def test_a_report_that_is_cut_off_is_made_by_who_notices_next() -> None:
     controller = OneOwner()
     replicas = Replicas(1, ReplicaGone("t1"), ReplicaGone("t1"), 2)
-    ask = dispatcher(replicas, controller).ask_owner
+    ask = owners(replicas, controller).ask
     await ask("t s", work_at)
     leaving = asyncio.create_task(ask("t s", work_at))
     while not controller.reports:
@@ -160,24 +160,24 @@ async def test_a_report_that_is_cut_off_is_made_by_who_notices_next() -> None:
 @pytest.mark.parametrize("refusal", [BUSY, ErrorInfo(400, "invalid_fork", "too long", "length")])
 async def test_refusals_are_the_clients(refusal: ErrorInfo) -> None:
     with pytest.raises(ServiceError) as caught:
-        await dispatcher(Replicas(refusal), Controller()).ask_owner("t s", work_at)
+        await owners(Replicas(refusal), Controller()).ask("t s", work_at)
     assert caught.value.info == refusal
 
 
 async def test_an_unknown_session() -> None:
     with pytest.raises(ServiceError) as caught:
-        await dispatcher(Replicas(NOT_HELD, NOT_HELD), Controller()).ask_owner("t s", work_at)
+        await owners(Replicas(NOT_HELD, NOT_HELD), Controller()).ask("t s", work_at)
     assert caught.value.info == NOT_HELD
     missing = SessionNotFound("no session", "session_id")
     with pytest.raises(ServiceError) as caught:
-        await dispatcher(Replicas(), Controller(missing)).ask_owner("t s", work_at)
+        await owners(Replicas(), Controller(missing)).ask("t s", work_at)
     assert caught.value.info == error_info(missing)
 
 
 async def test_no_replica_is_waited_for_but_not_for_ever() -> None:
     nobody = NoReplica("none")
-    assert await dispatcher(Replicas("done"), Controller(nobody, nobody)).ask_owner("t s", work_at) == "done"
+    assert await owners(Replicas("done"), Controller(nobody, nobody)).ask("t s", work_at) == "done"
     lost = Replicas(*[ReplicaGone("x")] * 1000)
     with pytest.raises(ServiceError) as caught:
-        await dispatcher(lost, Controller(), timeout_s=0.05).ask_owner("t s", work_at)
+        await owners(lost, Controller(), timeout_s=0.05).ask("t s", work_at)
     assert (caught.value.info.status, caught.value.info.code) == (503, "replica_unavailable")
