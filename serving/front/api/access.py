@@ -111,5 +111,5 @@ def _key_in(headers: Headers) -> str | None:
 
 
 def _twice(headers: Headers) -> str | None:
-    counted = Counter(name for name in headers.keys() if name in ONCE)  # noqa: SIM118 - keys() lists a name twice
+    counted = Counter(name for name, _ in headers.items() if name in ONCE)
     return next((name for name, count in counted.items() if count > 1), None)

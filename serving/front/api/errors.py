@@ -31,11 +31,16 @@ UNSUPPORTED = "unsupported_field"
 """Code of an error about something that is known but not served; also the type of pydantic's errors for such values."""
 
 NO_RETRY_HELPS = frozenset(
-    (
-        *("history_differs", "ambiguous_history", "turn_differs", "session_is_tree", "model_changed"),
-        *("idempotency_conflict", "settings_refused"),
+    {
+        "ambiguous_history",
+        "history_differs",
+        "idempotency_conflict",
+        "model_changed",
+        "session_is_tree",
+        "settings_refused",
+        "turn_differs",
         TOO_MANY_LOSSES.code,  # each try would cost four more replicas
-    )
+    }
 )
 """Codes of refusals that stay however often the same request is sent. SDKs send a request with a 409 or a 5xx again
 unless a header says not to."""

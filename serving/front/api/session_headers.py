@@ -76,12 +76,23 @@ async def get_session_headers(
 InSession = Annotated[SessionHeaders, Depends(get_session_headers)]
 
 
-def check_no_session(session_id: str | None, mode: HistoryMode | None, expected_turn: int | None) -> None:
-    """For counts of a prompt's tokens, which know no sessions. Raises ServiceError."""
-    headers = (("x-session-id", session_id), ("x-session-mode", mode), ("x-session-turn", expected_turn))
+async def check_no_session(
+    x_session_id: SessionHeader = None,
+    x_session_mode: ModeHeader = None,
+    x_session_turn: TurnHeader = None,
+) -> None:
+    headers = (
+        ("x-session-id", x_session_id),
+        ("x-session-mode", x_session_mode),
+        ("x-session-turn", x_session_turn),
+    )
     for name, said in headers:
         if said is not None:
             raise refusal(
                 f"{name}: only what is sent is counted, without a session's history. Send all of it, without {name}.",
                 name,
             )
+
+
+IN_NO_SESSION = [Depends(check_no_session)]
+"""Dependencies of routes that count a prompt's tokens, and know no sessions."""

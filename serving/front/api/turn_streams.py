@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 from starlette.types import Receive
 
 from serving.front.api.errors import ClientGone
+from serving.front.api.field_names import OWN_NAMES, FieldNames
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import (
     ErrorInfo,
@@ -38,32 +38,16 @@ _FEW_CALLS = 8
 _FEW_MESSAGES = 256
 _LONG_PROMPT = frozenset(("prompt", "input_ids", "max_new_tokens"))
 """Fields that are at fault if a prompt is too long: for the context, or for the KV pool with its answer."""
-_MESSAGE = re.compile(r"messages\[(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)
 class TurnPlan:
-    """The calls of one request, and what the protocol calls the fields that the service names in errors.
-    `message_name`: the same for a message of the prompt, by its index (None: `messages[index]`). `prompt_fields`: the
+    """The calls of one request. `names`: what the protocol calls the fields that errors name. `prompt_fields`: the
     field of each call's prompt, if they differ."""
 
     calls: Sequence[TurnCall]
-    field_names: Mapping[str, str] = field(default_factory=dict)
-    message_name: Callable[[int], str] | None = None
+    names: FieldNames = OWN_NAMES
     prompt_fields: Sequence[str] = ()
-
-    def in_its_words(self, error: ErrorInfo) -> ErrorInfo:
-        """The error as the protocol says it."""
-        if error.param is None:
-            return error
-        named = _MESSAGE.fullmatch(error.param)
-        if named is not None and self.message_name is not None:
-            name = self.message_name(int(named[1]))
-            return replace(error, param=name, message=error.message.replace(named[0], name, 1))
-        name = self.field_names.get(error.param, error.param)
-        said = error.message.removeprefix(f"{error.param}: ")
-        message = error.message if said == error.message else f"{name}: {said}"
-        return replace(error, param=name, message=message)
 
     def of_call(self, index: int, error: ErrorInfo) -> ErrorInfo:
         """The error of one of several calls. If it is about the length of the prompt, it names that call's."""
@@ -118,7 +102,7 @@ async def open_turns(service: RunsTurns, plan: TurnPlan) -> AsyncIterator[AsyncI
 
     If a turn fails, its ServiceError is raised and the other turns end. Leaving the context aborts what still runs.
     """
-    with in_the_words_of(plan):
+    with plan.names.in_errors():
         if len(plan.calls) == 1:
             async with service.run(plan.calls[0]) as events:
                 yield _until_finished(events)
@@ -145,15 +129,6 @@ async def collect(
             if event.finish is not None:
                 on_end(index)
     return [merge_events(turn) for turn in turns]
-
-
-@contextmanager
-def in_the_words_of(plan: TurnPlan) -> Iterator[None]:
-    """Errors that are raised within name what the client knows, see TurnPlan."""
-    try:
-        yield
-    except ServiceError as error:
-        raise ServiceError(plan.in_its_words(error.info)) from error
 
 
 async def _until_finished(events: AsyncIterator[TurnEvent]) -> AsyncIterator[IndexedEvent]:

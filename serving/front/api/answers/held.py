@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from serving.front.api.field_names import FieldNames
 from serving.wire.turns import OutputConstraint
 
 ANY_OBJECT = {"type": "object"}
@@ -18,17 +20,24 @@ class HeldAnswer:
 
 
 def field_names(
-    prompt_field: str, held: HeldAnswer | None, tokens_field: str = "max_tokens"
-) -> dict[str, str]:
-    """What clients call the fields that the engine and the replica name in their errors.
-    `tokens_field` is the field that says how long the answer may be."""
-    return {
+    prompt_field: str,
+    held: HeldAnswer | None,
+    tokens_field: str = "max_tokens",
+    *,
+    session_field: str = "x-session-id",
+    of_message: Callable[[int], str] | None = None,
+) -> FieldNames:
+    """What clients call the fields that the engine and the replica name in their errors. `tokens_field` says how long
+    the answer may be, `session_field` in which session the turn is. `of_message`: see FieldNames."""
+    by_field: dict[str, str] = {
         "prompt": prompt_field,
+        "messages": prompt_field,
         "input_ids": prompt_field,
         "max_new_tokens": tokens_field,
-        "session_id": "x-session-id",
+        "session_id": session_field,
         "idempotency_key": "idempotency-key",
         "tool_calls": "tools",
         "strict_calls": "tools",
         **({} if held is None else {held.constraint.kind: held.field}),
     }
+    return FieldNames(by_field, of_message)

@@ -13,6 +13,7 @@ from serving.front.api.answers.held import field_names
 from serving.front.api.answers.reader import AnswerReader, answer_fields, reads_thoughts, scope_of
 from serving.front.api.answers.tools import ToolUse
 from serving.front.api.documented_replies import STREAMED
+from serving.front.api.field_names import FieldNames
 from serving.front.api.fields import (
     Service,
     Tenant,
@@ -26,20 +27,13 @@ from serving.front.api.messages.schema import CountTokensBody, MessagesBody, Pro
 from serving.front.api.messages.stream import MessageEncoder
 from serving.front.api.messages.tools import tools_in_use
 from serving.front.api.reply_json import json_reply, reply_json
-from serving.front.api.session_headers import (
-    InSession,
-    ModeHeader,
-    SessionHeader,
-    TurnHeader,
-    check_no_session,
-)
+from serving.front.api.session_headers import IN_NO_SESSION, InSession
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import (
     TurnPlan,
     beside_streams,
     collect,
-    in_the_words_of,
     until_disconnect,
 )
 from serving.wire.turns import ModelInfo, TurnCall, TurnEvent, TurnFinish
@@ -50,7 +44,9 @@ REQUEST_ID = "request-id"
 def routes() -> APIRouter:
     router = APIRouter(route_class=StrictJsonRoute, tags=["Anthropic"])
     router.add_api_route("/v1/messages", create_message, methods=["POST"], responses=STREAMED)
-    router.add_api_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
+    router.add_api_route(
+        "/v1/messages/count_tokens", count_tokens, methods=["POST"], dependencies=IN_NO_SESSION
+    )
     return router
 
 
@@ -91,15 +87,11 @@ async def create_message(
 async def count_tokens(
     body: CountTokensBody,
     service: Service,
-    x_session_id: SessionHeader = None,
-    x_session_mode: ModeHeader = None,
-    x_session_turn: TurnHeader = None,
 ) -> dict[str, int]:
     """The tokens of the prompt as the chat template renders it, up to where the answer begins."""
-    check_no_session(x_session_id, x_session_mode, x_session_turn)
     adapter_of(body.model, service.model)
     prompt = body.prompt(tools_in_use(body.tools, body.tool_choice, service.model))
-    with in_the_words_of(TurnPlan((), {}, partial(_name_of_message, body))):
+    with FieldNames(of_message=partial(_name_of_message, body)).in_errors():
         tokenized = await service.tokenize(prompt, add_special_tokens=True, with_token_strs=False)
     return {"input_tokens": len(tokenized.token_ids)}
 
@@ -121,7 +113,7 @@ def _plan(
         **answer_fields(model, held, tools),
         **turn_fields,
     )
-    return TurnPlan([call], field_names("messages", held), partial(_name_of_message, body))
+    return TurnPlan([call], field_names("messages", held, of_message=partial(_name_of_message, body)))
 
 
 def _name_of_message(body: PromptBody, index: int) -> str:

@@ -14,7 +14,6 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from serving.front.api.errors import refusal
@@ -39,8 +38,6 @@ from serving.front.api.turn_streams import beside_streams
 from serving.wire.turns import ModelInfo, ServiceError, SessionTurn
 
 _PREVIOUS = "previous_response_id"
-NAMES_OF_INPUT = MappingProxyType({"messages": "input", "prompt": "input"})
-"""What clients call the fields that errors of the prompt name."""
 NOT_COMPARED: Json = {"id": None, "status": None}
 """The fields of an item that its client need not send as they were."""
 

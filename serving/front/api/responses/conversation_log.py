@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from serving.front.api.errors import refusal
 from serving.front.api.hidden_sessions import CONVERSATION, HEX
-from serving.front.api.responses.continuations import Continued, continued, continued_with
+from serving.front.api.responses.continuations import Continued, begun, continued, continued_with
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.schema import ResponsesBody
 from serving.front.api.responses.store import (
@@ -188,7 +188,7 @@ async def begin_response(service: TurnService, body: ResponsesBody, tenant: str)
     if body.conversation_id is None:
         before = await continued(service, body, tenant)
         return before, new_response_id(before.session_id)
-    begun: list[tuple[Continued, str]] = []
+    begun_last: list[tuple[Continued, str]] = []
 
     async def named(conversation: Conversation) -> Json:
         if not (conversation.items or body.input):
@@ -197,21 +197,20 @@ async def begin_response(service: TurnService, body: ResponsesBody, tenant: str)
         last_id = conversation.last_response_id
         before = await continued_with(service, conversation.items, last_id, body, tenant)
         response_id = new_response_id(before.session_id)
-        begun[:] = [(before, response_id)]
+        begun_last[:] = [(before, response_id)]
         return {"response": response_id, "begun_s": time.time()}
 
     await change_conversation(service, body.conversation_id, tenant, named, "conversation")
-    return begun[0]
+    return begun_last[0]
 
 
-async def said_before(service: TurnService, body: ResponsesBody, tenant: str) -> list[Json]:
-    """The items that a response goes on from and that its input does not repeat. Changes nothing. Raises
+async def goes_on_from(service: TurnService, body: ResponsesBody, tenant: str) -> Continued:
+    """What a response to this body would go on from; its whole input counts as new. Changes nothing. Raises
     ServiceError."""
     if body.conversation_id is not None:
-        return (await read_conversation(service, body.conversation_id, tenant, "conversation")).items
-    if body.previous_response_id is None:
-        return []
-    return list((await continued(service, body, tenant)).items)
+        conversation = await read_conversation(service, body.conversation_id, tenant, "conversation")
+        return begun(body, conversation.items)
+    return begun(body) if body.previous_response_id is None else await continued(service, body, tenant)
 
 
 async def keep_items(service: TurnService, conversation_id: str, tenant: str) -> None:

@@ -83,7 +83,7 @@ async def list_items(
     limit: PageSize = 20,
     order: ItemOrder = "desc",
     after: PreviousItem = None,
-    include: Included = None,  # noqa: ARG001
+    _include: Included = None,
 ) -> Json:
     conversation = await read_conversation(service, conversation_id, tenant)
     return item_page(conversation.items, limit, order, after)
@@ -94,7 +94,7 @@ async def create_items(
     body: NewItems,
     service: Service,
     tenant: Tenant,
-    include: Included = None,  # noqa: ARG001
+    _include: Included = None,
 ) -> Json:
     """Adds items at the end of the conversation."""
     items = _canonical(body.items)
@@ -112,7 +112,7 @@ async def get_item(
     item_id: str,
     service: Service,
     tenant: Tenant,
-    include: Included = None,  # noqa: ARG001
+    _include: Included = None,
 ) -> Json:
     return item_of(await read_conversation(service, conversation_id, tenant), item_id)
 

@@ -13,7 +13,7 @@ from serving.front.api.responses.items import MAX_ID_CHARS, Json
 PageSize = Annotated[int, Query(ge=1, le=100)]
 ItemOrder = Literal["asc", "desc"]
 PreviousItem = Annotated[str | None, Query(max_length=MAX_ID_CHARS)]
-Included = Annotated[list[str] | None, Query(max_length=32)]
+Included = Annotated[list[str] | None, Query(alias="include", max_length=32)]
 """Extra fields that items should have. Here no item has any."""
 
 

@@ -145,11 +145,11 @@ class CallItem(StrictBody):
     caller: DirectCaller | None = None
     async_: NotSupported = Field(None, alias="async")
 
-    def _shown(self, prefix: str, new_id: str, **said: str) -> Json:
+    def _shown(self, kind: str, prefix: str, new_id: str, **said: str) -> Json:
         namespace = {} if self.namespace is None else {"namespace": self.namespace}
         return {
             "id": self.id or f"{prefix}_{new_id}",
-            "type": str(getattr(self, "type")),  # noqa: B009
+            "type": str(kind),
             "status": self.status or "completed",
             "call_id": self.call_id,
             "name": self.name,
@@ -166,7 +166,7 @@ class FunctionCallItem(CallItem):
     )
 
     def canonical(self, new_id: str) -> Json:
-        return self._shown("fc", new_id, arguments=self.arguments)
+        return self._shown(self.type, "fc", new_id, arguments=self.arguments)
 
 
 class CustomCall(CallItem):
@@ -174,7 +174,7 @@ class CustomCall(CallItem):
     input: str
 
     def canonical(self, new_id: str) -> Json:
-        return self._shown("ctc", new_id, input=self.input)
+        return self._shown(self.type, "ctc", new_id, input=self.input)
 
 
 class CallOutput(StrictBody):

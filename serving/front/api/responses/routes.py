@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -24,7 +24,7 @@ from serving.front.api.fields import (
 from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import json_reply, reply_json
 from serving.front.api.responses.background import Background, FollowedTurn, cancel, look_up
-from serving.front.api.responses.continuations import NAMES_OF_INPUT, Continued, begun
+from serving.front.api.responses.continuations import Continued, begun
 from serving.front.api.responses.conversation_log import begin_response, keep_items
 from serving.front.api.responses.input_tokens import count_input_tokens
 from serving.front.api.responses.item_pages import Included, ItemOrder, PageSize, PreviousItem, item_page
@@ -47,7 +47,7 @@ from serving.front.api.responses.tried_again import first_try
 from serving.front.api.responses.turns import ResponseTurns
 from serving.front.api.rules import rules_of
 from serving.front.api.service import TurnService
-from serving.front.api.session_headers import InSession
+from serving.front.api.session_headers import IN_NO_SESSION, InSession
 from serving.front.api.shared_fields import check_stream_options
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
@@ -60,7 +60,9 @@ MOST_NUMBER = 2**53
 def routes() -> APIRouter:
     router = APIRouter(route_class=StrictJsonRoute, tags=["OpenAI"])
     router.add_api_route("/v1/responses", create_response, methods=["POST"], responses=STREAMED)
-    router.add_api_route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"])
+    router.add_api_route(
+        "/v1/responses/input_tokens", count_input_tokens, methods=["POST"], dependencies=IN_NO_SESSION
+    )
     router.add_api_route(
         "/v1/responses/compact", refuse_compaction, methods=["POST"], include_in_schema=False
     )
@@ -154,9 +156,9 @@ async def asked_response(
         "adapter": adapter,
         **held_to,
     }
-    make_plan = partial(_plan, body, tools, model, response_id, said, fields)
+    name_of_message = partial(before.name_of_message, body, said)
+    make_plan = partial(_plan, body, tools, model, response_id, said, fields, name_of_message)
     plan = await beside_streams(make_plan, len(items))
-    plan = dataclasses.replace(plan, message_name=partial(before.name_of_message, body, said))
     (call,) = plan.calls
     # What a stored response's calls are named by does not depend on the session that its turn is read from.
     scope = response_id if named is None else scope_of(call)
@@ -182,6 +184,7 @@ def _plan(
     response_id: str,
     items: list[Json],
     turn_fields: dict[str, Any],
+    name_of_message: Callable[[int], str],
 ) -> TurnPlan:
     call = TurnCall(
         request_id=response_id,
@@ -192,9 +195,13 @@ def _plan(
         logprobs=body.logprobs(),
         **turn_fields,
     )
-    names = field_names("input", body.held(), "max_output_tokens") | NAMES_OF_INPUT
-    if body.is_stored:
-        names["session_id"] = "previous_response_id"
+    names = field_names(
+        "input",
+        body.held(),
+        "max_output_tokens",
+        session_field="previous_response_id" if body.is_stored else "x-session-id",
+        of_message=name_of_message,
+    )
     return TurnPlan([call], names)
 
 
@@ -205,8 +212,8 @@ async def get_response(
     tenant: Tenant,
     stream: bool | None = None,
     starting_after: Annotated[int | None, Query(ge=0, le=MOST_NUMBER)] = None,
-    include_obfuscation: bool | None = None,  # noqa: ARG001
-    include: Included = None,  # noqa: ARG001
+    _include_obfuscation: Annotated[bool | None, Query(alias="include_obfuscation")] = None,
+    _include: Included = None,
 ) -> Response:
     """The response as it is now; or as a stream, from its beginning or from after the event `starting_after`."""
     stored, progress = await look_up(service, background, response_id, tenant)
@@ -257,7 +264,7 @@ async def list_input_items(
     limit: PageSize = 20,
     order: ItemOrder = "desc",
     after: PreviousItem = None,
-    include: Included = None,  # noqa: ARG001
+    _include: Included = None,
 ) -> dict[str, Any]:
     """The items that the response's request sent."""
     return item_page(await input_items(service, response_id, tenant), limit, order, after)

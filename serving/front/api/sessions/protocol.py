@@ -15,6 +15,7 @@ from engine.api import LogprobParams, SamplingParams
 from serving.front.api.affinity import AffinityKeys
 from serving.front.api.documented_replies import PLAIN_TEXT, STREAMED
 from serving.front.api.errors import refusal
+from serving.front.api.field_names import FieldNames
 from serving.front.api.fields import (
     OPERATORS_ONLY,
     Service,
@@ -44,7 +45,7 @@ from serving.front.api.sessions.trees import TreeRequest, close_tree
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import RunsTurns, TurnPlan, collect, until_disconnect
-from serving.wire.turns import ModelInfo, ServiceError, SessionTurn, TextPrompt, TokenPrompt, TurnCall
+from serving.wire.turns import ModelInfo, SessionTurn, TextPrompt, TokenPrompt, TurnCall
 
 
 def routes() -> APIRouter:
@@ -71,7 +72,7 @@ def routes() -> APIRouter:
 
 
 async def open_session(body: OpenSessionBody, service: Service, tenant: Tenant) -> str:
-    try:
+    with FieldNames({"timeout_s": "timeout"}).in_errors():
         return await service.open_session(
             body.session_id,
             timeout_s=body.timeout,
@@ -79,10 +80,6 @@ async def open_session(body: OpenSessionBody, service: Service, tenant: Tenant) 
             tenant=tenant,
             tree=not body.streaming,
         )
-    except ServiceError as error:
-        if error.info.param != "timeout_s":
-            raise
-        raise ServiceError(replace(error.info, param="timeout")) from error
 
 
 async def close_session(body: CloseSessionBody, service: Service, tenant: Tenant) -> Response:
@@ -187,14 +184,12 @@ async def _in_session(
     """The plan of one call as a turn of the session, and what runs it. Raises ServiceError, which names the field."""
     (call,) = plan.calls
     runner: RunsTurns = service
-    try:
+    with plan.names.in_errors():
         if await service.is_tree(params.id, tenant=call.tenant):
             runner = request = TreeRequest(service, params, call.request_id, call.tenant)
             turn = await request.begin(idempotency_key)
         else:
             turn = _line_turn(params, idempotency_key)
-    except ServiceError as error:
-        raise ServiceError(plan.in_its_words(error.info)) from error
     return dataclasses.replace(plan, calls=[replace(call, session=turn)]), runner
 
 
@@ -236,7 +231,7 @@ def _plan(body: GenerateBody, model: ModelInfo, tenant: str, priority: int, affi
         )
         for index, (request_id, whole_id) in enumerate(_request_ids(body, len(prompts)))
     ]
-    return TurnPlan(calls, _field_names(body.prompt_field))
+    return TurnPlan(calls, FieldNames(_field_names(body.prompt_field)))
 
 
 def _prompts(body: GenerateBody, model: ModelInfo) -> list[TextPrompt | TokenPrompt]:
