@@ -9,8 +9,8 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from serving.front.api.dependencies import OPERATORS_ONLY, Service
 from serving.front.api.documented_replies import PLAIN_TEXT
-from serving.front.api.fields import OPERATORS_ONLY, Service
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.logs.audit_log import audit_event
 

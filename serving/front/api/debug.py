@@ -9,7 +9,8 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from serving.debug.kinds import LONGEST_DELAY_S, LONGEST_S, FaultKind
-from serving.front.api.fields import OPERATORS_ONLY, Name
+from serving.front.api.dependencies import OPERATORS_ONLY
+from serving.front.api.fields import Name
 from serving.front.api.strict_json import StrictJsonRoute
 
 PATH = "/v1/kedge/debug/faults"

@@ -12,9 +12,9 @@ from fastapi.sse import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from serving.front.api.access import FOR_OPERATORS
+from serving.front.api.dependencies import OPERATORS_ONLY, Service
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import ClientGone, openai_error
-from serving.front.api.fields import OPERATORS_ONLY, Service
 from serving.front.api.reply_json import reply_json
 from serving.front.api.rules import rules_of
 from serving.front.api.service import TurnService

@@ -12,15 +12,10 @@ from serving.front.api.affinity import AffinityKeys
 from serving.front.api.answers.held import field_names
 from serving.front.api.answers.reader import AnswerReader, answer_fields, reads_thoughts, scope_of
 from serving.front.api.answers.tools import ToolUse
+from serving.front.api.dependencies import Service, Tenant
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.field_names import FieldNames
-from serving.front.api.fields import (
-    Service,
-    Tenant,
-    adapter_of,
-    most_tokens,
-    new_id,
-)
+from serving.front.api.fields import adapter_of, most_tokens, new_id
 from serving.front.api.messages.history import message_of
 from serving.front.api.messages.replies import MessageReply, blocks_of, no_edits, stop_of, usage_of
 from serving.front.api.messages.schema import CountTokensBody, MessagesBody, PromptBody

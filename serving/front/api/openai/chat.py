@@ -16,15 +16,10 @@ from serving.front.api.answers.held import field_names
 from serving.front.api.answers.logprobs import answer_logprob
 from serving.front.api.answers.reader import answer_fields, reads_thoughts, scope_of
 from serving.front.api.answers.tools import ToolUse, tool_use
+from serving.front.api.dependencies import Service, Tenant
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
-from serving.front.api.fields import (
-    Service,
-    Tenant,
-    adapter_of,
-    new_id,
-    nth_seed,
-)
+from serving.front.api.fields import adapter_of, new_id, nth_seed
 from serving.front.api.openai.chat_answers import ChatReader
 from serving.front.api.openai.chat_schema import (
     ChatBody,

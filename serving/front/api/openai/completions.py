@@ -16,17 +16,10 @@ from msgspec import UNSET
 from engine.api import LogprobParams
 from serving.front.api.answers.held import field_names
 from serving.front.api.answers.logprobs import finite, token_name, top_choices
+from serving.front.api.dependencies import Service, Tenant
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
-from serving.front.api.fields import (
-    Service,
-    Tenant,
-    adapter_of,
-    check_num_calls,
-    check_token_ids,
-    new_id,
-    nth_seed,
-)
+from serving.front.api.fields import adapter_of, check_num_calls, check_token_ids, new_id, nth_seed
 from serving.front.api.openai.completions_schema import (
     CompletionBody,
     CompletionChoice,

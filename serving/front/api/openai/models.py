@@ -7,7 +7,8 @@ from typing import Literal
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from serving.front.api.fields import Service, adapter_of
+from serving.front.api.dependencies import Service
+from serving.front.api.fields import adapter_of
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.wire.turns import ModelInfo
 

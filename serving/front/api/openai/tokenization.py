@@ -9,15 +9,9 @@ from fastapi import APIRouter
 from pydantic import Discriminator, Field, Tag
 
 from serving.front.api.answers.tools_schema import Tools
+from serving.front.api.dependencies import Service
 from serving.front.api.errors import refusal
-from serving.front.api.fields import (
-    MAX_CALLS,
-    Service,
-    adapter_of,
-    check_token_ids,
-    one_or_many,
-    one_or_many_lists,
-)
+from serving.front.api.fields import MAX_CALLS, adapter_of, check_token_ids, one_or_many, one_or_many_lists
 from serving.front.api.openai.chat_schema import Messages
 from serving.front.api.shared_fields import TemplateKwargs
 from serving.front.api.strict_json import NotSupported, StrictBody, StrictJsonRoute

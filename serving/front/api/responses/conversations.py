@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from fastapi import APIRouter
 
-from serving.front.api.fields import Service, Tenant
+from serving.front.api.dependencies import Service, Tenant
 from serving.front.api.responses.conversation_log import (
     Conversation,
     change_conversation,

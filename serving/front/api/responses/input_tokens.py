@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from serving.front.api.answers.held import field_names
-from serving.front.api.fields import Service, Tenant, adapter_of
+from serving.front.api.dependencies import Service, Tenant
+from serving.front.api.fields import adapter_of
 from serving.front.api.responses.conversation_log import goes_on_from
 from serving.front.api.responses.items import Json, canonical_items
 from serving.front.api.responses.schema import ResponsesBody, check_state

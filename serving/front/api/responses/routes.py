@@ -13,14 +13,10 @@ from fastapi.responses import JSONResponse, Response
 from serving.front.api.affinity import AffinityKeys
 from serving.front.api.answers.held import field_names
 from serving.front.api.answers.reader import AnswerReader, answer_fields, reads_thoughts, scope_of
+from serving.front.api.dependencies import Service, Tenant
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
-from serving.front.api.fields import (
-    Service,
-    Tenant,
-    adapter_of,
-    nth_seed,
-)
+from serving.front.api.fields import adapter_of, nth_seed
 from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import json_reply, reply_json
 from serving.front.api.responses.background import Background, FollowedTurn, cancel, look_up

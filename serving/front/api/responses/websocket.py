@@ -18,8 +18,9 @@ from starlette.status import WS_1008_POLICY_VIOLATION
 
 from serving.front.api.affinity import AffinityKeys
 from serving.front.api.body_limits import BodyLimits
+from serving.front.api.dependencies import Service, Tenant
 from serving.front.api.errors import ClientGone, refusal
-from serving.front.api.fields import SHOWN_CHARS, Service, Tenant
+from serving.front.api.fields import SHOWN_CHARS
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.lane import CREATE, Lane, Memory, error_event
 from serving.front.api.rules import rules_of

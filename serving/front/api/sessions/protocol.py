@@ -13,19 +13,11 @@ from msgspec.structs import replace
 
 from engine.api import LogprobParams, SamplingParams
 from serving.front.api.affinity import AffinityKeys
+from serving.front.api.dependencies import OPERATORS_ONLY, Service, Tenant
 from serving.front.api.documented_replies import PLAIN_TEXT, STREAMED
 from serving.front.api.errors import refusal
 from serving.front.api.field_names import FieldNames
-from serving.front.api.fields import (
-    OPERATORS_ONLY,
-    Service,
-    Tenant,
-    check_num_calls,
-    check_token_ids,
-    new_id,
-    nth_seed,
-    stop_strings,
-)
+from serving.front.api.fields import check_num_calls, check_token_ids, new_id, nth_seed, stop_strings
 from serving.front.api.hidden_sessions import check_not_hidden
 from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import joined_items, json_reply

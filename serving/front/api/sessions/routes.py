@@ -10,17 +10,9 @@ from msgspec.structs import asdict
 from pydantic import Field, model_validator
 
 from controllers.session_keys import session_key
+from serving.front.api.dependencies import OPERATORS_ONLY, Client, Service, Tenant
 from serving.front.api.errors import refusal
-from serving.front.api.fields import (
-    OPERATORS_ONLY,
-    Client,
-    Count,
-    CountOrZero,
-    Name,
-    Service,
-    SessionName,
-    Tenant,
-)
+from serving.front.api.fields import Count, CountOrZero, Name, SessionName
 from serving.front.api.keys import ANYBODY
 from serving.front.api.service import TurnService
 from serving.front.api.sessions.trees import close_tree
