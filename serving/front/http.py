@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute
 
 from serving.front.api import admin, console, watching
 from serving.front.api.access import CallersKnown
@@ -73,10 +74,9 @@ def create_http_app(
     app.state.background = background or BackgroundResponses()
     app.state.sockets = Sockets(max_websockets)
     install_error_handlers(app)
-    for routes in _protocol_routes():
-        app.include_router(routes)
+    app.router.routes += _protocol_routes()
     if operators:
-        app.include_router(console.routes())
+        app.router.routes += console.routes().routes
     app.add_middleware(CallersKnown, keys=keys, operators=operators)
     _add_outer_middleware(app, browser_rules, keyless=not keys, metrics=metrics)
     recorder.install(app)
@@ -84,10 +84,11 @@ def create_http_app(
 
 
 @cache
-def _protocol_routes() -> tuple[APIRouter, ...]:
-    """Each protocol's routes. They hold nothing between requests, so all applications of a process share them: making
-    them takes 0.2 s."""
-    return tuple(protocol.routes() for protocol in PROTOCOLS)
+def _protocol_routes() -> tuple[BaseRoute, ...]:
+    """The routes of all protocols. They hold nothing between requests, so all applications of a process share them:
+    making them takes 0.2 s. A router that is included would make each of them again at its first request, and look
+    them up in two steps."""
+    return tuple(route for protocol in PROTOCOLS for route in protocol.routes().routes)
 
 
 def _add_outer_middleware(
