@@ -57,6 +57,8 @@ class OperationCalls:
         self.cases: Counter[tuple[str, int]] = Counter()
         self.findings: dict[str, str] = {}
         self.known = list(KNOWN_NAMES)
+        self._never_wrong: set[tuple[str, schemathesis.GenerationMode]] = set()
+        """Operations of which no invalid call can be made up."""
         self._served = served
         self._http = requests.Session()
         # The server may close a kept connection just when the next call is sent.
@@ -75,7 +77,8 @@ class OperationCalls:
         calls."""
         for operation in self._operations:
             for mode in schemathesis.GenerationMode:
-                self._call_many(operation, mode, number, cases)
+                if (operation.label, mode) not in self._never_wrong:
+                    self._call_many(operation, mode, number, cases)
 
     def _call_many(self, operation: Any, mode: schemathesis.GenerationMode, number: int, cases: int) -> None:
         positive = mode is schemathesis.GenerationMode.POSITIVE
@@ -98,6 +101,7 @@ class OperationCalls:
             call()
         except Unsatisfiable:
             assert not positive, f"{operation.label}: nothing valid can be made up"
+            self._never_wrong.add((operation.label, mode))
 
     def _make_likely(self, case: Any, random: Random) -> None:
         """Changes most valid calls so that they get past the first check."""

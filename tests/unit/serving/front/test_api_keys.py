@@ -17,7 +17,7 @@ from serving.front.api.access import OPEN_PATHS
 from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from serving.front.http import create_http_app
 from serving.settings.strict_settings import SettingsError
-from tests.unit.serving.local_service import MODEL, client_of, http_server, local_service
+from tests.unit.serving.local_service import MODEL, LocalService, client_of, http_server, local_service
 
 KEYS = ("first-key", "schlüssel")
 OPERATOR = "operators-key"
@@ -74,15 +74,14 @@ async def test_any_of_the_keys_will_do(client: httpx.AsyncClient, given: str) ->
     assert reply.status_code == 200, reply.text
 
 
-async def test_every_other_path_is_shut(tmp_path: Path) -> None:
-    async with local_service(tmp_path) as service:
-        app = create_http_app(lambda: service, keys=RING)
-        paths = set(app.openapi()["paths"]) | {"/docs", "/openapi.json", "/nothing", "/health/", "/metrics/x"}
-        assert paths > OPEN_PATHS
-        async with client_of(app) as client:
-            for path in paths:
-                status = (await client.get(path.replace("{session_id}", "s"))).status_code
-                assert (status == 401) == (path not in OPEN_PATHS), (path, status)
+async def test_every_other_path_is_shut(service: LocalService) -> None:
+    app = create_http_app(lambda: service, keys=RING)
+    paths = set(app.openapi()["paths"]) | {"/docs", "/openapi.json", "/nothing", "/health/", "/metrics/x"}
+    assert paths > OPEN_PATHS
+    async with client_of(app) as client:
+        for path in paths:
+            status = (await client.get(path.replace("{session_id}", "s"))).status_code
+            assert (status == 401) == (path not in OPEN_PATHS), (path, status)
 
 
 async def test_the_openai_client_has_a_key(url: str) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +17,7 @@ from serving.front.api.body_limits import BodyLimits
 from serving.front.api.rules import ApiRules
 from serving.front.http import create_http_app
 from serving.wire.turns import ErrorInfo
-from tests.unit.serving.local_service import client_of, local_client, local_service
+from tests.unit.serving.local_service import LocalService, client_of
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -234,15 +233,14 @@ def check_shape(path: str, reply: httpx.Response) -> dict[str, Any]:
     return error
 
 
-async def test_bad_fields_are_named(tmp_path: Path) -> None:
-    async with local_client(tmp_path) as (client, service):
-        for path, body, param in BAD:
-            reply = await client.post(path, json=body)
-            error = check_shape(path, reply)
-            assert reply.status_code == 400, (path, body, reply.text)
-            assert error["param"] == param, (path, body, error)
-        await service.rig.books_are_empty()
-        assert (await client.get("/v1/kedge/sessions")).json()["sessions"] == []
+async def test_bad_fields_are_named(client: httpx.AsyncClient, service: LocalService) -> None:
+    for path, body, param in BAD:
+        reply = await client.post(path, json=body)
+        error = check_shape(path, reply)
+        assert reply.status_code == 400, (path, body, reply.text)
+        assert error["param"] == param, (path, body, error)
+    await service.rig.books_are_empty()
+    assert (await client.get("/v1/kedge/sessions")).json()["sessions"] == []
 
 
 NOT_JSON = [
@@ -359,11 +357,10 @@ async def test_bad_headers_are_named(name: str, value: bytes) -> None:
 @pytest.mark.parametrize(
     "body", [{"prompt": ["a", "b"]}, {"prompt": "a", "n": 2}, {"prompt": "a", "echo": True}]
 )
-async def test_a_session_takes_one_plain_generation(tmp_path: Path, body: dict[str, Any]) -> None:
-    async with local_client(tmp_path) as (client, _):
-        reply = await client.post(COMPLETIONS, json=body, headers={"x-session-id": "s"})
-        assert check_shape(COMPLETIONS, reply)["param"] in body
-        assert (await client.get("/v1/kedge/sessions")).json()["sessions"] == []
+async def test_a_session_takes_one_plain_generation(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    reply = await client.post(COMPLETIONS, json=body, headers={"x-session-id": "s"})
+    assert check_shape(COMPLETIONS, reply)["param"] in body
+    assert (await client.get("/v1/kedge/sessions")).json()["sessions"] == []
 
 
 def _no_service() -> Any:
@@ -424,27 +421,26 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return path, {**GOOD[path], **spoilt, **(sampling if path != OPEN else {})}
 
 
-async def test_no_body_makes_a_server_error(tmp_path: Path) -> None:
-    async with local_service(tmp_path) as service, client_of(create_http_app(lambda: service)) as client:
-        examples: list[tuple[str, dict[str, Any]]] = []
-        seed_used = random.SystemRandom().randrange(2**32)
-        print(f"seed {seed_used}")  # noqa: T201 - after a failure, it repeats the bodies
+async def test_no_body_makes_a_server_error(client: httpx.AsyncClient, service: LocalService) -> None:
+    examples: list[tuple[str, dict[str, Any]]] = []
+    seed_used = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed_used}")  # noqa: T201 - after a failure, it repeats the bodies
 
-        @seed(seed_used)
-        @settings(max_examples=400, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-        @given(bodies())
-        def gather(example: tuple[str, dict[str, Any]]) -> None:
-            examples.append(example)
+    @seed(seed_used)
+    @settings(max_examples=400, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(bodies())
+    def gather(example: tuple[str, dict[str, Any]]) -> None:
+        examples.append(example)
 
-        gather()
-        outcomes = {True: 0, False: 0}
-        replies = await asyncio.gather(*[client.post(path, json=body) for path, body in examples])
-        for (path, body), reply in zip(examples, replies, strict=True):
-            assert reply.status_code < 500, (seed_used, path, body, reply.text)
-            if reply.status_code != 200:
-                check_shape(path, reply)
-            outcomes[reply.status_code == 200] += 1
-        assert min(outcomes.values()) > 20, (seed_used, outcomes)
-        for session in (await client.get("/v1/kedge/sessions")).json()["sessions"]:
-            await client.delete(f"/v1/kedge/sessions/{session['session_id']}")
-        await service.rig.books_are_empty()
+    gather()
+    outcomes = {True: 0, False: 0}
+    replies = await asyncio.gather(*[client.post(path, json=body) for path, body in examples])
+    for (path, body), reply in zip(examples, replies, strict=True):
+        assert reply.status_code < 500, (seed_used, path, body, reply.text)
+        if reply.status_code != 200:
+            check_shape(path, reply)
+        outcomes[reply.status_code == 200] += 1
+    assert min(outcomes.values()) > 20, (seed_used, outcomes)
+    for session in (await client.get("/v1/kedge/sessions")).json()["sessions"]:
+        await client.delete(f"/v1/kedge/sessions/{session['session_id']}")
+    await service.rig.books_are_empty()

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from serving.front.api.reply_json import reply_json
 from serving.front.http import create_http_app
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import TurnCall, TurnEvent, TurnFinish
-from tests.unit.serving.local_service import client_of, local_client
+from tests.unit.serving.local_service import LocalService, client_of, local_client
 from tests.unit.serving.telling_service import STOP, TellingService
 from tests.unit.serving.tool_texts import cut
 
@@ -166,16 +167,17 @@ async def test_the_model_has_it_as_a_function_and_reads_its_calls_again(tmp_path
         },
     ],
 )
-async def test_an_answer_may_be_held_to_one(tmp_path: Path, choice: dict[str, Any]) -> None:
-    async with local_client(tmp_path) as (client, service):
-        body = {"messages": [ASKED], "tools": [CLOCK, NOTE], "tool_choice": choice, "max_tokens": 1}
-        reply = await client.post(CHAT, json=body)
-        assert reply.status_code == 200, reply.text
-        held = service.calls[-1].constraint
-        assert held is not None
-        wanted = json.loads(held.source)
-        assert [function["name"] for function in wanted["functions"]] == ["note"]
-        assert wanted["functions"][0]["parameters"]["required"] == ["input"]
+async def test_an_answer_may_be_held_to_one(
+    client: httpx.AsyncClient, service: LocalService, choice: dict[str, Any]
+) -> None:
+    body = {"messages": [ASKED], "tools": [CLOCK, NOTE], "tool_choice": choice, "max_tokens": 1}
+    reply = await client.post(CHAT, json=body)
+    assert reply.status_code == 200, reply.text
+    held = service.calls[-1].constraint
+    assert held is not None
+    wanted = json.loads(held.source)
+    assert [function["name"] for function in wanted["functions"]] == ["note"]
+    assert wanted["functions"][0]["parameters"]["required"] == ["input"]
 
 
 @pytest.mark.parametrize(
@@ -210,8 +212,9 @@ async def test_an_answer_may_be_held_to_one(tmp_path: Path, choice: dict[str, An
         ),
     ],
 )
-async def test_what_is_wrong_with_one_is_named(tmp_path: Path, body: dict[str, Any], param: str) -> None:
-    async with local_client(tmp_path) as (client, _):
-        reply = await client.post(CHAT, json={"messages": [ASKED], **body})
-        assert reply.status_code == 400, reply.text
-        assert reply.json()["error"]["param"] == param
+async def test_what_is_wrong_with_one_is_named(
+    client: httpx.AsyncClient, body: dict[str, Any], param: str
+) -> None:
+    reply = await client.post(CHAT, json={"messages": [ASKED], **body})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == param

@@ -16,7 +16,7 @@ from serving.front.api.responses import conversation_log
 from serving.front.api.responses.item_pages import item_page
 from serving.front.http import create_http_app
 from tests.unit.serving.front.test_background_responses import SLOW_S, FrontEnd, front_ends
-from tests.unit.serving.local_service import http_server, local_service
+from tests.unit.serving.local_service import LocalService, http_server
 from tests.unit.serving.responses_client import GREEDY, WEATHER, Served, client_at, expected, said, user
 
 
@@ -106,22 +106,21 @@ async def test_responses_go_on_in_it(served: Served) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_it_survives_front_ends_and_moves(tmp_path: Path, streams: bool) -> None:
-    async with local_service(tmp_path) as service:
-        items: list[dict[str, Any]] = []
-        conversation_id = None
-        for text in ("one", "two", "three"):
-            async with http_server(create_http_app(lambda: service)) as url, client_at(url) as client:
-                conversation_id = conversation_id or (await client.conversations.create()).id
-                items.append(user(text))
-                answer: Any = await client.responses.create(
-                    input=text, conversation=conversation_id, stream=streams, **GREEDY
-                )
-                response = [event async for event in answer][-1].response if streams else answer
-                assert response.output_text == expected(items)
-                items.append(said(response))
-            for session_id in service.rig.sessions.held():
-                await service.rig.host.release(session_id)
+async def test_it_survives_front_ends_and_moves(service: LocalService, streams: bool) -> None:
+    items: list[dict[str, Any]] = []
+    conversation_id = None
+    for text in ("one", "two", "three"):
+        async with http_server(create_http_app(lambda: service)) as url, client_at(url) as client:
+            conversation_id = conversation_id or (await client.conversations.create()).id
+            items.append(user(text))
+            answer: Any = await client.responses.create(
+                input=text, conversation=conversation_id, stream=streams, **GREEDY
+            )
+            response = [event async for event in answer][-1].response if streams else answer
+            assert response.output_text == expected(items)
+            items.append(said(response))
+        for session_id in service.rig.sessions.held():
+            await service.rig.host.release(session_id)
 
 
 async def test_it_is_had_again_changed_and_deleted(served: Served) -> None:

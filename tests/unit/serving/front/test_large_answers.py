@@ -65,16 +65,12 @@ async def told(client: httpx.AsyncClient, path: str, *, stream: bool) -> Any:
 
 @pytest.mark.parametrize("path", ASKED)
 async def test_an_answer_is_the_same_however_little_is_written_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    async with (
-        local_service(tmp_path) as service,
-        client_of(create_http_app(lambda: service)) as client,
-    ):
-        at_once = await told(client, path, stream=False)
-        monkeypatch.setattr(reply_json, "ENTRIES_AT_ONCE", 3)
-        assert await told(client, path, stream=False) == at_once
-        assert "logprob" in json.dumps(at_once)
+    at_once = await told(client, path, stream=False)
+    monkeypatch.setattr(reply_json, "ENTRIES_AT_ONCE", 3)
+    assert await told(client, path, stream=False) == at_once
+    assert "logprob" in json.dumps(at_once)
 
 
 async def test_each_event_of_generate_tells_all_log_probabilities_so_far(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from serving.front.http import create_http_app
 from serving.text.answer_pieces import Thought
 from serving.wire.turns import TurnFinish
 from tests.unit.serving.front.test_bad_bodies import json_values
-from tests.unit.serving.local_service import client_of, local_client, local_service
+from tests.unit.serving.local_service import LocalService, client_of, local_client
 from tests.unit.serving.telling_service import TellingService
 
 PATH = "/v1/messages"
@@ -188,10 +189,9 @@ async def test_what_claude_code_sends_is_taken(tmp_path: Path) -> None:
         assert reply.json()["input_tokens"] > 2
 
 
-async def test_no_tokens_are_only_a_prompt(tmp_path: Path) -> None:
-    async with local_client(tmp_path) as (client, _):
-        reply = (await client.post(PATH, json=GOOD | {"max_tokens": 0})).json()
-        assert (reply["content"], reply["stop_reason"]) == ([], "max_tokens")
+async def test_no_tokens_are_only_a_prompt(client: httpx.AsyncClient) -> None:
+    reply = (await client.post(PATH, json=GOOD | {"max_tokens": 0})).json()
+    assert (reply["content"], reply["stop_reason"]) == ([], "max_tokens")
 
 
 def image(**fields: Any) -> dict[str, Any]:
@@ -238,18 +238,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_bad_fields_are_named(tmp_path: Path) -> None:
-    async with local_client(tmp_path) as (client, service):
-        for body, named in BAD:
-            reply = await client.post(PATH, json={**GOOD, **body})
-            told = reply.json()
-            assert reply.status_code == 400, (body, told)
-            assert set(told) == {"type", "error", "request_id"}
-            assert told["error"]["type"] == "invalid_request_error"
-            assert told["error"]["message"].startswith(named), (body, told)
-        reply = await client.get(PATH)
-        assert (reply.status_code, reply.json()["type"]) == (405, "error")
-        await service.rig.books_are_empty()
+async def test_bad_fields_are_named(client: httpx.AsyncClient, service: LocalService) -> None:
+    for body, named in BAD:
+        reply = await client.post(PATH, json={**GOOD, **body})
+        told = reply.json()
+        assert reply.status_code == 400, (body, told)
+        assert set(told) == {"type", "error", "request_id"}
+        assert told["error"]["type"] == "invalid_request_error"
+        assert told["error"]["message"].startswith(named), (body, told)
+    reply = await client.get(PATH)
+    assert (reply.status_code, reply.json()["type"]) == (405, "error")
+    await service.rig.books_are_empty()
 
 
 FIELDS = [
@@ -286,21 +285,20 @@ def bodies(draw: st.DrawFn) -> dict[str, Any]:
     return {**GOOD, "tools": [TOOL], "messages": [message, HELLO]}
 
 
-async def test_no_body_makes_a_server_error(tmp_path: Path) -> None:
-    async with local_service(tmp_path) as service, client_of(create_http_app(lambda: service)) as client:
-        examples: list[dict[str, Any]] = []
-        seed_used = random.SystemRandom().randrange(2**32)
+async def test_no_body_makes_a_server_error(client: httpx.AsyncClient, service: LocalService) -> None:
+    examples: list[dict[str, Any]] = []
+    seed_used = random.SystemRandom().randrange(2**32)
 
-        @seed(seed_used)
-        @settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-        @given(bodies())
-        def gather(example: dict[str, Any]) -> None:
-            examples.append(example)
+    @seed(seed_used)
+    @settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(bodies())
+    def gather(example: dict[str, Any]) -> None:
+        examples.append(example)
 
-        gather()
-        for path in (PATH, f"{PATH}/count_tokens"):
-            replies = await asyncio.gather(*[client.post(path, json=body) for body in examples])
-            for body, reply in zip(examples, replies, strict=True):
-                assert reply.status_code < 500, (seed_used, path, body, reply.text)
-                assert reply.status_code == 200 or reply.json()["type"] == "error"
-        await service.rig.books_are_empty()
+    gather()
+    for path in (PATH, f"{PATH}/count_tokens"):
+        replies = await asyncio.gather(*[client.post(path, json=body) for body in examples])
+        for body, reply in zip(examples, replies, strict=True):
+            assert reply.status_code < 500, (seed_used, path, body, reply.text)
+            assert reply.status_code == 200 or reply.json()["type"] == "error"
+    await service.rig.books_are_empty()

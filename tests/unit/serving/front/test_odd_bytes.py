@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.front.http import create_http_app
-from tests.unit.serving.local_service import local_service
+from tests.unit.serving.local_service import LocalService
 from tests.unit.serving.served_service import ServedService, served_service
 
 HEADERS = (
@@ -117,23 +116,22 @@ def test_addresses_of_any_bytes_are_answered(
 @pytest.mark.parametrize(
     "path", ["/v1/kedge/sessions", "/v1/models/none", "/v1/messages", "/generate", "/nowhere"]
 )
-async def test_a_query_of_any_bytes_is_no_error_of_the_servers(tmp_path: Path, path: str) -> None:
+async def test_a_query_of_any_bytes_is_no_error_of_the_servers(service: LocalService, path: str) -> None:
     """uvicorn lets no bytes through that are not ASCII, but another server may."""
-    async with local_service(tmp_path) as service:
-        app = create_http_app(lambda: service)
-        replies: list[Any] = []
+    app = create_http_app(lambda: service)
+    replies: list[Any] = []
 
-        async def send(message: Any) -> None:
-            replies.append(message)
+    async def send(message: Any) -> None:
+        replies.append(message)
 
-        async def receive() -> Any:
-            return {"type": "http.request", "body": b"", "more_body": False}
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
 
-        scope = {
-            "type": "http", "http_version": "1.1", "method": "GET", "scheme": "http", "path": path, "root_path": "",
-            "raw_path": path.encode(), "query_string": b"limit=\xff&\xfe=1", "client": ("127.0.0.1", 1),
-            "headers": [(b"host", b"localhost")], "server": ("127.0.0.1", 80), "state": {},
-        }  # fmt: skip
-        await app(scope, receive, send)
-        assert 400 <= replies[0]["status"] < 500
-        assert json.loads(replies[1]["body"])["error"]["message"]
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "GET", "scheme": "http", "path": path, "root_path": "",
+        "raw_path": path.encode(), "query_string": b"limit=\xff&\xfe=1", "client": ("127.0.0.1", 1),
+        "headers": [(b"host", b"localhost")], "server": ("127.0.0.1", 80), "state": {},
+    }  # fmt: skip
+    await app(scope, receive, send)
+    assert 400 <= replies[0]["status"] < 500
+    assert json.loads(replies[1]["body"])["error"]["message"]

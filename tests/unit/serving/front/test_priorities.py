@@ -14,7 +14,7 @@ import pytest
 
 from serving.front.api.rules import ApiRules
 from serving.front.http import create_http_app
-from tests.unit.serving.local_service import LocalService, client_of, local_client, small_text
+from tests.unit.serving.local_service import LocalService, client_of, small_text
 from tests.unit.serving.replica_rig import running_rig
 
 MAX_TOKENS = 3
@@ -98,18 +98,19 @@ async def test_both_ways_to_say_it_are_one_order(tmp_path: Path) -> None:
 
 
 @every_protocol
-async def test_only_zero_is_taken_where_the_operator_has_not_said_so(tmp_path: Path, path: str) -> None:
-    async with local_client(tmp_path) as (client, service):
-        for priority in (1, -1):
-            reply = await client.post(path, json=BODIES[path] | {"priority": priority})
-            assert reply.status_code == 400
-            error = reply.json()["error"]
-            assert (error["param"], error["code"]) == ("priority", "unsupported_field")
-            assert "api.request_priority" in error["message"]
-        assert service.calls == []
-        for priority in (0, None):
-            reply = await client.post(path, json=BODIES[path] | {"priority": priority})
-            assert reply.status_code == 200, reply.text
+async def test_only_zero_is_taken_where_the_operator_has_not_said_so(
+    client: httpx.AsyncClient, service: LocalService, path: str
+) -> None:
+    for priority in (1, -1):
+        reply = await client.post(path, json=BODIES[path] | {"priority": priority})
+        assert reply.status_code == 400
+        error = reply.json()["error"]
+        assert (error["param"], error["code"]) == ("priority", "unsupported_field")
+        assert "api.request_priority" in error["message"]
+    assert service.calls == []
+    for priority in (0, None):
+        reply = await client.post(path, json=BODIES[path] | {"priority": priority})
+        assert reply.status_code == 200, reply.text
 
 
 @every_protocol

@@ -45,40 +45,41 @@ async def append(client: httpx.AsyncClient, *texts: str) -> list[dict[str, Any]]
 
 
 @pytest.mark.parametrize("moves", [False, True])
-async def test_what_was_said_is_read_back(tmp_path: Path, moves: bool) -> None:
-    async with local_client(tmp_path) as (client, service):
-        said = await append(client, "one", "two")
-        if moves:
-            await let_go(service)
-        session = await read(client)
-        assert session["messages"] == said
-        assert [each["turn"] for each in session["checkpoints"]] == [0, 1]
-        assert [each["messages"] for each in session["checkpoints"]] == [2, 4]
-        assert session["checkpoints"][-1]["tokens"] == session["tokens"]
-        assert "messages" not in (await client.get(SESSION)).json()
+async def test_what_was_said_is_read_back(
+    client: httpx.AsyncClient, service: LocalService, moves: bool
+) -> None:
+    said = await append(client, "one", "two")
+    if moves:
+        await let_go(service)
+    session = await read(client)
+    assert session["messages"] == said
+    assert [each["turn"] for each in session["checkpoints"]] == [0, 1]
+    assert [each["messages"] for each in session["checkpoints"]] == [2, 4]
+    assert session["checkpoints"][-1]["tokens"] == session["tokens"]
+    assert "messages" not in (await client.get(SESSION)).json()
 
 
-async def test_whole_histories_are_read_back_as_their_client_last_sent_them(tmp_path: Path) -> None:
-    async with local_client(tmp_path) as (client, _):
-        first = [RULES, user("one")]
-        second = [*first, answer(await ask(client, first, "named")), user("two")]
-        third = [*second, answer(await ask(client, second, "named")), user("three")]
-        last = answer(await ask(client, third, "named"))
-        assert (await read(client))["messages"] == [*third, last]
-        edited = [*second[:2], {"role": "assistant", "content": "edited"}, user("and now")]
-        last = answer(await ask(client, edited, "named"))
-        assert (await read(client))["messages"] == [*edited, last]
+async def test_whole_histories_are_read_back_as_their_client_last_sent_them(
+    client: httpx.AsyncClient,
+) -> None:
+    first = [RULES, user("one")]
+    second = [*first, answer(await ask(client, first, "named")), user("two")]
+    third = [*second, answer(await ask(client, second, "named")), user("three")]
+    last = answer(await ask(client, third, "named"))
+    assert (await read(client))["messages"] == [*third, last]
+    edited = [*second[:2], {"role": "assistant", "content": "edited"}, user("and now")]
+    last = answer(await ask(client, edited, "named"))
+    assert (await read(client))["messages"] == [*edited, last]
 
 
-async def test_text_turns_and_answers_are_read_back(tmp_path: Path) -> None:
-    async with local_client(tmp_path) as (client, _):
-        body = {"prompt": "Once upon", "max_tokens": 3, "temperature": 0}
-        reply = await client.post("/v1/completions", json=body, headers={"x-session-id": "named"})
-        text = reply.json()["choices"][0]["text"]
-        assert (await read(client))["messages"] == [
-            {"role": "text", "content": "Once upon"},
-            {"role": "text", "content": text},
-        ]
+async def test_text_turns_and_answers_are_read_back(client: httpx.AsyncClient) -> None:
+    body = {"prompt": "Once upon", "max_tokens": 3, "temperature": 0}
+    reply = await client.post("/v1/completions", json=body, headers={"x-session-id": "named"})
+    text = reply.json()["choices"][0]["text"]
+    assert (await read(client))["messages"] == [
+        {"role": "text", "content": "Once upon"},
+        {"role": "text", "content": text},
+    ]
 
 
 async def test_a_session_that_has_moved_is_still_whole(
@@ -115,87 +116,83 @@ async def test_a_session_that_has_moved_is_still_whole(
         await ask(client, messages[:2], "named")
 
 
-async def test_a_fork_by_turn_has_what_was_said_until_then(tmp_path: Path) -> None:
-    async with local_client(tmp_path) as (client, _):
-        said = await append(client, "one", "two", "three")
-        forked = await client.post(f"{SESSION}/fork", json={"new_session_id": "child", "turn": 1})
-        assert forked.status_code == 200, forked.text
-        child = await read(client, "/v1/kedge/sessions/child")
-        assert child["messages"] == said[:4]
-        assert [each["turn"] for each in child["checkpoints"]] == [None, None]
-        whole = [*said[:4], user("three")]
-        assert cached(await ask(client, whole, "child")) > 0
-        assert (await read(client, "/v1/kedge/sessions/child"))["messages"][:5] == whole
-        both = await client.post(f"{SESSION}/fork", json={"turn": 1, "length": 3})
-        assert both.status_code == 400
+async def test_a_fork_by_turn_has_what_was_said_until_then(client: httpx.AsyncClient) -> None:
+    said = await append(client, "one", "two", "three")
+    forked = await client.post(f"{SESSION}/fork", json={"new_session_id": "child", "turn": 1})
+    assert forked.status_code == 200, forked.text
+    child = await read(client, "/v1/kedge/sessions/child")
+    assert child["messages"] == said[:4]
+    assert [each["turn"] for each in child["checkpoints"]] == [None, None]
+    whole = [*said[:4], user("three")]
+    assert cached(await ask(client, whole, "child")) > 0
+    assert (await read(client, "/v1/kedge/sessions/child"))["messages"][:5] == whole
+    both = await client.post(f"{SESSION}/fork", json={"turn": 1, "length": 3})
+    assert both.status_code == 400
 
 
 @pytest.mark.parametrize("moves", [False, True])
-async def test_a_session_rewinds_to_a_turn(tmp_path: Path, moves: bool) -> None:
-    async with local_client(tmp_path) as (client, service):
-        said = await append(client, "one", "two", "three")
-        before = await read(client)
-        if moves:
-            await let_go(service)
-        rewound = await client.post(f"{SESSION}/rewind", json={"turn": 0})
-        assert rewound.status_code == 200, rewound.text
-        assert rewound.json() == {"session_id": "named", "tokens": before["checkpoints"][0]["tokens"]}
-        after = await read(client)
-        assert after["messages"] == said[:2]
-        assert (after["tokens"], after["turns"]) == (before["checkpoints"][0]["tokens"], 4)
-        # The same turn gets the same answer again.
-        again = await append(client, "two")
-        assert (await read(client))["messages"] == [*said[:2], *again] == said[:4]
-        gone = await client.post(f"{SESSION}/rewind", json={"turn": 2})
-        assert (gone.status_code, gone.json()["error"]["param"]) == (400, "turn")
-
-
-async def test_a_session_rewinds_to_a_token_and_not_past_its_end(tmp_path: Path) -> None:
-    async with local_client(tmp_path) as (client, _):
-        await append(client, "one", "two")
-        first, last = (await read(client))["checkpoints"]
-        past = await client.post(f"{SESSION}/rewind", json={"length": last["tokens"] + 1})
-        assert past.status_code == 400, past.text
-        unclear = await client.post(f"{SESSION}/rewind", json={})
-        assert unclear.status_code == 400
-        cut = await client.post(f"{SESSION}/rewind", json={"length": first["tokens"] - 1})
-        assert cut.status_code == 200
-        # The first answer is cut, so turn 0 can no longer be named.
-        assert (await client.post(f"{SESSION}/rewind", json={"turn": 0})).status_code == 400
-        nothing = await client.post(f"{SESSION}/rewind", json={"length": 0})
-        assert nothing.status_code == 200
-        assert (await read(client))["messages"] == []
-
-
-async def test_only_turns_that_can_be_named_are_told_to_who_names_another(tmp_path: Path) -> None:
-    """A cut turn used to be in the list, though it was refused."""
-    async with local_client(tmp_path) as (client, _):
-        await append(client, "one", "two")
-        last = (await read(client))["checkpoints"][-1]
-        await client.post(f"{SESSION}/rewind", json={"length": last["tokens"] - 1})
-        refused = await client.post(f"{SESSION}/fork", json={"turn": 1})
-        error = refused.json()["error"]
-        assert (refused.status_code, error["code"]) == (400, "turn_not_found")
-        assert error["message"].endswith("Its last whole turns: 0.")
-
-
-async def test_sessions_that_nobody_has_are_not_found(tmp_path: Path) -> None:
-    async with local_client(tmp_path) as (client, _):
-        for path, body in (("rewind", {"turn": 0}), ("rewind", {"length": 0}), ("fork", {"turn": 0})):
-            reply = await client.post(f"{SESSION}/{path}", json=body)
-            assert (reply.status_code, reply.json()["error"]["code"]) == (404, "session_not_found"), (
-                reply.text
-            )
-        assert (await client.get(SESSION, params={"messages": "true"})).status_code == 404
-
-
-async def test_what_a_note_said_is_forgotten_and_the_session_goes_on(tmp_path: Path) -> None:
-    async with local_client(tmp_path) as (client, service):
-        said = await append(client, "one", "two")
-        await service.forget_note("named", 0, tenant="")
-        assert (await read(client))["messages"] == said[2:]
+async def test_a_session_rewinds_to_a_turn(
+    client: httpx.AsyncClient, service: LocalService, moves: bool
+) -> None:
+    said = await append(client, "one", "two", "three")
+    before = await read(client)
+    if moves:
         await let_go(service)
-        await append(client, "three")
+    rewound = await client.post(f"{SESSION}/rewind", json={"turn": 0})
+    assert rewound.status_code == 200, rewound.text
+    assert rewound.json() == {"session_id": "named", "tokens": before["checkpoints"][0]["tokens"]}
+    after = await read(client)
+    assert after["messages"] == said[:2]
+    assert (after["tokens"], after["turns"]) == (before["checkpoints"][0]["tokens"], 4)
+    # The same turn gets the same answer again.
+    again = await append(client, "two")
+    assert (await read(client))["messages"] == [*said[:2], *again] == said[:4]
+    gone = await client.post(f"{SESSION}/rewind", json={"turn": 2})
+    assert (gone.status_code, gone.json()["error"]["param"]) == (400, "turn")
+
+
+async def test_a_session_rewinds_to_a_token_and_not_past_its_end(client: httpx.AsyncClient) -> None:
+    await append(client, "one", "two")
+    first, last = (await read(client))["checkpoints"]
+    past = await client.post(f"{SESSION}/rewind", json={"length": last["tokens"] + 1})
+    assert past.status_code == 400, past.text
+    unclear = await client.post(f"{SESSION}/rewind", json={})
+    assert unclear.status_code == 400
+    cut = await client.post(f"{SESSION}/rewind", json={"length": first["tokens"] - 1})
+    assert cut.status_code == 200
+    # The first answer is cut, so turn 0 can no longer be named.
+    assert (await client.post(f"{SESSION}/rewind", json={"turn": 0})).status_code == 400
+    nothing = await client.post(f"{SESSION}/rewind", json={"length": 0})
+    assert nothing.status_code == 200
+    assert (await read(client))["messages"] == []
+
+
+async def test_only_turns_that_can_be_named_are_told_to_who_names_another(client: httpx.AsyncClient) -> None:
+    """A cut turn used to be in the list, though it was refused."""
+    await append(client, "one", "two")
+    last = (await read(client))["checkpoints"][-1]
+    await client.post(f"{SESSION}/rewind", json={"length": last["tokens"] - 1})
+    refused = await client.post(f"{SESSION}/fork", json={"turn": 1})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (400, "turn_not_found")
+    assert error["message"].endswith("Its last whole turns: 0.")
+
+
+async def test_sessions_that_nobody_has_are_not_found(client: httpx.AsyncClient) -> None:
+    for path, body in (("rewind", {"turn": 0}), ("rewind", {"length": 0}), ("fork", {"turn": 0})):
+        reply = await client.post(f"{SESSION}/{path}", json=body)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "session_not_found"), reply.text
+    assert (await client.get(SESSION, params={"messages": "true"})).status_code == 404
+
+
+async def test_what_a_note_said_is_forgotten_and_the_session_goes_on(
+    client: httpx.AsyncClient, service: LocalService
+) -> None:
+    said = await append(client, "one", "two")
+    await service.forget_note("named", 0, tenant="")
+    assert (await read(client))["messages"] == said[2:]
+    await let_go(service)
+    await append(client, "three")
 
 
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1])
@@ -278,9 +275,10 @@ async def test_an_answer_that_is_opened_otherwise_later_takes_no_words_along(tmp
         assert max(len(note.note) for note in notes) < 2 * min(len(note.note) for note in notes)
 
 
-async def test_an_answer_that_is_made_anew_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
-    async with local_client(tmp_path) as (client, _):
-        question = [user("one")]
-        await ask(client, question, "named", mode="full")
-        again = answer(await ask(client, question, "named", mode="full"))
-        assert (await read(client))["messages"] == [*question, again]
+async def test_an_answer_that_is_made_anew_takes_the_place_of_the_one_before(
+    client: httpx.AsyncClient,
+) -> None:
+    question = [user("one")]
+    await ask(client, question, "named", mode="full")
+    again = answer(await ask(client, question, "named", mode="full"))
+    assert (await read(client))["messages"] == [*question, again]

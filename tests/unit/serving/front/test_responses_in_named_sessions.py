@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,8 +13,6 @@ from tests.unit.serving.local_service import (
     MODEL,
     LocalService,
     client_of,
-    http_server,
-    local_service,
 )
 from tests.unit.serving.responses_client import GREEDY, MOST, Served, expected, user
 from tests.unit.serving.telling_service import TellingService
@@ -241,6 +238,5 @@ async def test_calls_have_the_ids_that_chat_gives_them() -> None:
 
 
 @pytest.mark.parametrize("header", ["x-session-id", "x-session-mode", "x-session-turn"])
-async def test_a_handshake_names_no_session(tmp_path: Path, header: str) -> None:
-    async with local_service(tmp_path) as service, http_server(create_http_app(lambda: service)) as url:
-        assert await refused(url, {header: "0"}) == (400, "invalid_request", header)
+async def test_a_handshake_names_no_session(url: str, header: str) -> None:
+    assert await refused(url, {header: "0"}) == (400, "invalid_request", header)

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.unit.serving.local_service import local_client
+from tests.unit.serving.local_service import LocalService, local_client
 
 SCHEMA = {
     "type": "object",
@@ -79,18 +80,19 @@ async def test_where_the_model_does_not_choose_it_says_nothing(tmp_path: Path, p
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_what_cannot_be_enforced_is_refused_by_its_name(tmp_path: Path, path: str) -> None:
-    async with local_client(tmp_path) as (client, service):
-        tools = (tool(path, "fine", SCHEMA, True), tool(path, "bad", UNENFORCED, True))
-        reply = await client.post(path, json=body(path, *tools))
-        error = reply.json()["error"]
-        assert (reply.status_code, error.get("param", "tools")) == (400, "tools"), error
-        assert 'cannot be enforced: bad: Unimplemented keys: ["uniqueItems"]' in error["message"]
-        long = {"type": "object", "properties": {"a": {"description": "x" * 70_000}}}
-        reply = await client.post(path, json=body(path, tool(path, "f", long, True)))
-        assert reply.status_code == 400
-        assert "65536 are allowed" in reply.json()["error"]["message"]
-        await service.rig.books_are_empty()
+async def test_what_cannot_be_enforced_is_refused_by_its_name(
+    client: httpx.AsyncClient, service: LocalService, path: str
+) -> None:
+    tools = (tool(path, "fine", SCHEMA, True), tool(path, "bad", UNENFORCED, True))
+    reply = await client.post(path, json=body(path, *tools))
+    error = reply.json()["error"]
+    assert (reply.status_code, error.get("param", "tools")) == (400, "tools"), error
+    assert 'cannot be enforced: bad: Unimplemented keys: ["uniqueItems"]' in error["message"]
+    long = {"type": "object", "properties": {"a": {"description": "x" * 70_000}}}
+    reply = await client.post(path, json=body(path, tool(path, "f", long, True)))
+    assert reply.status_code == 400
+    assert "65536 are allowed" in reply.json()["error"]["message"]
+    await service.rig.books_are_empty()
 
 
 async def test_what_responses_hold_by_default_is_no_reason_to_refuse(tmp_path: Path) -> None:

@@ -204,26 +204,20 @@ async def test_the_calls_of_one_request_are_begun_one_by_one() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_what_is_refused_is_sent_once_whatever_the_number_of_choices(
-    tmp_path: Path, stream: bool
+    client: httpx.AsyncClient, service: LocalService, stream: bool
 ) -> None:
     """128 choices of a prompt of 11 MB kept a replica's event loop for two seconds before it had refused them all."""
-    async with (
-        local_service(tmp_path) as service,
-        client_of(create_http_app(lambda: service)) as client,
-    ):
-        too_long = {"prompt": [5] * 5000, "max_tokens": 2, "n": 20, "stream": stream}
-        reply = await client.post("/v1/completions", json=too_long)
-        assert (reply.status_code, len(service.calls)) == (400, 1), reply.text
-        reply = await client.post("/v1/completions", json={**too_long, "prompt": [5, 6, 7]})
-        assert reply.status_code == 200
-        assert len(service.calls) == 21
-        await until(lambda: service.ended == 21)
-        if not stream:
-            assert [choice["index"] for choice in reply.json()["choices"]] == list(range(20))
-        else:
-            assert {json.loads(line[6:])["choices"][0]["index"] for line in _events(reply.text)} == {
-                *range(20)
-            }
+    too_long = {"prompt": [5] * 5000, "max_tokens": 2, "n": 20, "stream": stream}
+    reply = await client.post("/v1/completions", json=too_long)
+    assert (reply.status_code, len(service.calls)) == (400, 1), reply.text
+    reply = await client.post("/v1/completions", json={**too_long, "prompt": [5, 6, 7]})
+    assert reply.status_code == 200
+    assert len(service.calls) == 21
+    await until(lambda: service.ended == 21)
+    if not stream:
+        assert [choice["index"] for choice in reply.json()["choices"]] == list(range(20))
+    else:
+        assert {json.loads(line[6:])["choices"][0]["index"] for line in _events(reply.text)} == {*range(20)}
 
 
 def _events(text: str) -> list[str]:

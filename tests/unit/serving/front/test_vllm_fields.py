@@ -30,56 +30,53 @@ async def said(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
     return choice
 
 
-async def test_before_min_tokens_nothing_ends_the_answer(tmp_path: Path) -> None:
-    async with local_client(tmp_path) as (client, _):
-        plain = await said(client)
-        stop = plain["token_ids"][2]
-        assert len((await said(client, stop_token_ids=[stop]))["token_ids"]) == 3
-        ruled = await said(client, stop_token_ids=[stop], min_tokens=6)
-        assert stop not in ruled["token_ids"][:6]
-        assert len(ruled["token_ids"]) >= 6
-        native = await client.post(
-            GENERATE,
-            json={
-                "text": "hello there",
-                "sampling_params": {
-                    "temperature": 0, "max_new_tokens": 12, "stop_token_ids": [stop], "min_new_tokens": 6,
-                },
+async def test_before_min_tokens_nothing_ends_the_answer(client: httpx.AsyncClient) -> None:
+    plain = await said(client)
+    stop = plain["token_ids"][2]
+    assert len((await said(client, stop_token_ids=[stop]))["token_ids"]) == 3
+    ruled = await said(client, stop_token_ids=[stop], min_tokens=6)
+    assert stop not in ruled["token_ids"][:6]
+    assert len(ruled["token_ids"]) >= 6
+    native = await client.post(
+        GENERATE,
+        json={
+            "text": "hello there",
+            "sampling_params": {
+                "temperature": 0, "max_new_tokens": 12, "stop_token_ids": [stop], "min_new_tokens": 6,
             },
-        )  # fmt: skip
-        assert native.json()["output_ids"] == ruled["token_ids"]
+        },
+    )  # fmt: skip
+    assert native.json()["output_ids"] == ruled["token_ids"]
 
 
-async def test_a_stop_string_counts_from_min_tokens_on(tmp_path: Path) -> None:
+async def test_a_stop_string_counts_from_min_tokens_on(client: httpx.AsyncClient) -> None:
     """A stop string that ends within these tokens does not count. One that begins within them may end later."""
-    async with local_client(tmp_path) as (client, _):
-        plain = await said(client, max_tokens=40)
-        texts = [small_text().token_text(token_id) for token_id in plain["token_ids"]]
-        place = next(i for i in range(2, 39) if all(t.isascii() and t.strip() for t in texts[i : i + 2]))
-        stop = (texts[place] + texts[place + 1]).decode()
-        early = await said(client, max_tokens=40, stop=stop)
-        assert early["stop_reason"] == stop
-        for least, ends in ((place + 1, True), (place + 2, False)):
-            ruled = await said(client, max_tokens=40, stop=stop, min_tokens=least)
-            assert (len(ruled["token_ids"]) == len(early["token_ids"])) is ends
-            assert ruled["token_ids"] == plain["token_ids"][: len(ruled["token_ids"])]
+    plain = await said(client, max_tokens=40)
+    texts = [small_text().token_text(token_id) for token_id in plain["token_ids"]]
+    place = next(i for i in range(2, 39) if all(t.isascii() and t.strip() for t in texts[i : i + 2]))
+    stop = (texts[place] + texts[place + 1]).decode()
+    early = await said(client, max_tokens=40, stop=stop)
+    assert early["stop_reason"] == stop
+    for least, ends in ((place + 1, True), (place + 2, False)):
+        ruled = await said(client, max_tokens=40, stop=stop, min_tokens=least)
+        assert (len(ruled["token_ids"]) == len(early["token_ids"])) is ends
+        assert ruled["token_ids"] == plain["token_ids"][: len(ruled["token_ids"])]
 
 
-async def test_bad_words_and_allowed_tokens(tmp_path: Path) -> None:
-    async with local_client(tmp_path) as (client, service):
-        plain = await said(client)
-        word = next(
-            text
-            for token_id in plain["token_ids"]
-            if (text := small_text().token_text(token_id).decode("ascii", "ignore")).strip()
-            and [token_id] == small_text().tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[union-attr]
-            and not text.startswith(" ")
-        )
-        ruled = await said(client, bad_words=[word])
-        assert service.calls[-1].bad_words == (word,)
-        assert word not in ruled["text"]
-        few = [70, 71, 72]
-        assert set((await said(client, allowed_token_ids=few))["token_ids"]) <= set(few)
+async def test_bad_words_and_allowed_tokens(client: httpx.AsyncClient, service: LocalService) -> None:
+    plain = await said(client)
+    word = next(
+        text
+        for token_id in plain["token_ids"]
+        if (text := small_text().token_text(token_id).decode("ascii", "ignore")).strip()
+        and [token_id] == small_text().tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[union-attr]
+        and not text.startswith(" ")
+    )
+    ruled = await said(client, bad_words=[word])
+    assert service.calls[-1].bad_words == (word,)
+    assert word not in ruled["text"]
+    few = [70, 71, 72]
+    assert set((await said(client, allowed_token_ids=few))["token_ids"]) <= set(few)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +93,10 @@ async def test_bad_words_and_allowed_tokens(tmp_path: Path) -> None:
         ({"ebnf": 'root ::= "ab" | x\nx ::= "cd"'}, {"ab", "cd"}),
     ],
 )
-async def test_what_guides_an_answer(tmp_path: Path, fields: dict[str, Any], texts: set[str]) -> None:
-    async with local_client(tmp_path) as (client, _):
-        assert (await said(client, **fields))["text"] in texts
+async def test_what_guides_an_answer(
+    client: httpx.AsyncClient, fields: dict[str, Any], texts: set[str]
+) -> None:
+    assert (await said(client, **fields))["text"] in texts
 
 
 async def test_the_same_may_be_said_in_the_fields_of_several_versions(tmp_path: Path) -> None:
@@ -314,8 +312,7 @@ async def test_a_salted_conversation_is_not_recognized(tmp_path: Path) -> None:
     assert plain.said  # type: ignore[union-attr]
 
 
-async def test_a_request_names_itself(tmp_path: Path) -> None:
-    async with local_client(tmp_path) as (client, _):
-        for path, body in ((CHAT, {"messages": [HELLO]}), (COMPLETIONS, {"prompt": "a"})):
-            reply = await client.post(path, json={**body, "request_id": "mine", "max_tokens": 1})
-            assert json.loads(reply.text)["id"].endswith("cmpl-mine")
+async def test_a_request_names_itself(client: httpx.AsyncClient) -> None:
+    for path, body in ((CHAT, {"messages": [HELLO]}), (COMPLETIONS, {"prompt": "a"})):
+        reply = await client.post(path, json={**body, "request_id": "mine", "max_tokens": 1})
+        assert json.loads(reply.text)["id"].endswith("cmpl-mine")
