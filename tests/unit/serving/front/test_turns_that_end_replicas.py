@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.api import EngineStopped
-from serving.front import turn_dispatch
+from serving.front import session_owners
 from serving.wire.errors import error_event
 from serving.wire.turns import ServiceError, TurnCall, TurnEvent
 from tests.unit.engine.null_runner import null_generate
@@ -31,7 +31,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Failover]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turn_dispatch, "RETRY_PAUSE_S", 0.005)
+    monkeypatch.setattr(session_owners, "RETRY_PAUSE_S", 0.005)
 
 
 def turn_of(session: str | None) -> TurnCall:
