@@ -15,10 +15,10 @@ from ray.serve.deployment import Application
 from serving.debug.loopback import host_of_serve
 from serving.front.api.keys import KeyRing
 from serving.front.ingress import Ingress
-from serving.front.ingress import place_in_serve as place_of_ingress
+from serving.front.ingress import environment_in_serve as ingress_environment
 from serving.logs.serve_log import deployment_options
 from serving.replica.engine_factory import EngineFactory, build_local_engine
-from serving.replica.place import place_in_serve as place_of_replica
+from serving.replica.environment import environment_in_serve as replica_environment
 from serving.replica.rank_actors import ParallelEngineFactory, placement_options
 from serving.replica.replica import LLMReplica
 from serving.settings.config import AppArgs, parse_args
@@ -81,8 +81,10 @@ def compose(args: AppArgs, engine_factory: EngineFactory) -> Application:
         **deployment_options(args.logs),
         max_surge_percent=INGRESS_SURGE_PERCENT,
     )
-    engines = replicas.bind(args, engine_factory, partial(place_of_replica, deployment=deployment))
-    application: Application = ingress.bind(args, engines, partial(place_of_ingress, deployment=deployment))
+    engines = replicas.bind(args, engine_factory, partial(replica_environment, deployment=deployment))
+    application: Application = ingress.bind(
+        args, engines, partial(ingress_environment, deployment=deployment)
+    )
     return application
 
 

@@ -76,7 +76,7 @@ RELOAD_KEYS_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class IngressPlace:
+class IngressEnvironment:
     """What an ingress gets from the process that it runs in. `ingresses` is the handle of its own deployment; `settle`
     is called once everything is loaded."""
 
@@ -92,30 +92,30 @@ class IngressPlace:
 class Ingress:
     """Wires the HTTP application to the cluster. Ready once a replica has answered.
 
-    `place_of` makes the IngressPlace, in the ingress's own process.
+    `make_environment` makes the IngressEnvironment, in the ingress's own process.
     """
 
     async def __init__(  # type: ignore[misc]
         self,
         args: AppArgs,
         _replicas: DeploymentHandle,
-        place_of: Callable[[AppArgs], Awaitable[IngressPlace]],
+        make_environment: Callable[[AppArgs], Awaitable[IngressEnvironment]],
     ) -> None:
         self._keys = KeyRing(os.environ, args.ingress.keys_path)
         self._args = args
-        place = await place_of(args)
+        environment = await make_environment(args)
         self._tasks = BackgroundTasks()
-        controller = place.controller
-        metrics = self._metrics = IngressMetrics(place.ingress_id, args.metric_labels)
-        self._spans = open_spans(args.tracing, "ingress", place.ingress_id)
+        controller = environment.controller
+        metrics = self._metrics = IngressMetrics(environment.ingress_id, args.metric_labels)
+        self._spans = open_spans(args.tracing, "ingress", environment.ingress_id)
         cache = OwnershipCache(CACHED_OWNERS)
         places = _known_places(args)
         calls = self._replicas = ReplicaCalls(
             controller,
-            place.open_connection,
-            place.has_died,
+            environment.open_connection,
+            environment.has_died,
             self._tasks,
-            place.random,
+            environment.random,
             times=LinkTimes(reopen_s=REOPEN_SHARE * args.ingress.failover_timeout_s),
             call_timeout_s=CALL_TIMEOUT_S,
             on_broken=metrics.connection_broke,
@@ -128,7 +128,7 @@ class Ingress:
         )
         traces = front_traces(self._spans, args.model.model_id)
         dispatcher = self._dispatcher = TurnDispatcher(calls, owners, places, metrics, traces=traces)
-        siblings = Siblings(place.ingresses, FIGURES_TIMEOUT_S)
+        siblings = Siblings(environment.ingresses, FIGURES_TIMEOUT_S)
         self._background = BackgroundResponses(siblings, most=args.ingress.max_background_responses)
         self._service = ClusterClient(
             model=await _model_info(calls, args.model),
@@ -148,7 +148,7 @@ class Ingress:
         self._expire_idle_sessions(controller)
         self._tasks.every(RELOAD_KEYS_INTERVAL_S, self._reload_keys, timeout_s=RELOAD_KEYS_TIMEOUT_S)
         self._operator_port = self._opened_for_operators()
-        place.settle()
+        environment.settle()
 
     async def _look_for_departure(self) -> None:
         watched = self._service.is_watched or not self._departure.was_listed
@@ -253,13 +253,13 @@ class Ingress:
             await asyncio.to_thread(spans.close)
 
 
-async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> IngressPlace:
-    """The place of an ingress that runs as a replica of Ray Serve. Waits for the controller, see once_up."""
+async def environment_in_serve(args: AppArgs, *, deployment: Deployment) -> IngressEnvironment:
+    """The environment of an ingress that runs as a replica of Ray Serve. Waits for the controller, see once_up."""
     log_with_serve(args.logs)
     itself = serve.get_replica_context()
     controller = connect_controller(args.controller.name, deployment)
     keys = CurveKeys.of_secret(await once_up(controller.link_secret))
-    return IngressPlace(
+    return IngressEnvironment(
         ingress_id=itself.replica_id.unique_id,
         controller=controller,
         ingresses=serve.get_deployment_handle(itself.deployment),

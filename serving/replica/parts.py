@@ -17,6 +17,7 @@ from serving.grammars.constraints import ConstraintCompiler
 from serving.replica.drain import ReplicaDrain
 from serving.replica.empty_turns import EmptyTurns
 from serving.replica.ending_turns import EndingTurns
+from serving.replica.environment import ReplicaEnvironment
 from serving.replica.gauges import replica_gauges
 from serving.replica.heartbeats import Heartbeats
 from serving.replica.kv_watch import KVWatch
@@ -24,7 +25,6 @@ from serving.replica.live_turn import EventMaker
 from serving.replica.mailbox import Mailbox
 from serving.replica.ordered_moves import OrderedMoves
 from serving.replica.pinned_calls import PinnedCalls
-from serving.replica.place import ReplicaPlace
 from serving.replica.session_host import SessionHost
 from serving.replica.session_offers import SessionOffers
 from serving.replica.tenant_load import TenantLoad
@@ -59,7 +59,7 @@ class ReplicaParts:
     def __init__(
         self,
         args: AppArgs,
-        place: ReplicaPlace,
+        environment: ReplicaEnvironment,
         engine: Engine,
         mailbox: Mailbox,
         tasks: BackgroundTasks,
@@ -71,36 +71,36 @@ class ReplicaParts:
         sampling: SamplingDefaults,
         spans: Spans | None,
     ) -> None:
-        self.replica_id = place.replica_id
+        self.replica_id = environment.replica_id
         self.engine = engine
         self.tasks = tasks
         self._args = args
-        self._place = place
+        self._environment = environment
         self._links = links
         self._text = text
         self._model = model
         self._sampling = sampling
-        self._created = int(place.unix_clock())
+        self._created = int(environment.unix_clock())
         self.metrics = ReplicaMetrics(
-            self.replica_id, engine.stats, args.metric_labels, turn_ended=place.turn_ended
+            self.replica_id, engine.stats, args.metric_labels, turn_ended=environment.turn_ended
         )
-        self._hold_sessions(place.clock)
+        self._hold_sessions(environment.clock)
         self.builder = RequestBuilder(engine, text, constraints)
-        self.unnamed = UnnamedSessions(place.clock, args.sessions.unnamed.idle_timeout_s, engine)
+        self.unnamed = UnnamedSessions(environment.clock, args.sessions.unnamed.idle_timeout_s, engine)
         self._run_turns(mailbox, spans)
         self.kv_watch = KVWatch(
             engine,
             self.metrics,
             lambda session_id: self.sessions.epoch(session_id) is not None or session_id in self.unnamed,
             args.metrics,
-            clock=place.clock,
-            unix_clock=place.unix_clock,
+            clock=environment.clock,
+            unix_clock=environment.unix_clock,
         )
         self.metrics.read(replica_gauges(engine, self.sessions, self.unnamed, lambda: len(links)))
         self.calls = self._pinned_calls()
 
     def _hold_sessions(self, clock: Callable[[], float]) -> None:
-        args, controller = self._args, self._place.controller
+        args, controller = self._args, self._environment.controller
         self.sessions = SessionController(
             clock, args.sessions.idle_timeout_s, self._model, make_chain=self.engine.empty_chain
         )
@@ -137,8 +137,10 @@ class ReplicaParts:
         self.moves = OrderedMoves(self.replica_id, self.host, controller)
 
     def _run_turns(self, mailbox: Mailbox, spans: Spans | None) -> None:
-        args, place = self._args, self._place
-        commits = TurnCommits(place.controller, self.metrics, patience_s=args.controller.commit_patience_s)
+        args, environment = self._args, self._environment
+        commits = TurnCommits(
+            environment.controller, self.metrics, patience_s=args.controller.commit_patience_s
+        )
         ending = EndingTurns(self.tasks)
         self.empty_turns = EmptyTurns(self.sessions, self.host, commits, ending, self.tasks)
         self.turns = TurnRunner(
@@ -150,13 +152,13 @@ class ReplicaParts:
             ending=ending,
             unnamed=self.unnamed,
             builder=self.builder,
-            event_maker=EventMaker(self._text, self.metrics, place.clock),
+            event_maker=EventMaker(self._text, self.metrics, environment.clock),
             mailbox=mailbox,
             load=TenantLoad(args.tenants.max_turns_in_flight, args.tenants.max_queued_tokens),
             metrics=self.metrics,
             tasks=self.tasks,
-            clock=place.clock,
-            unix_clock=place.unix_clock,
+            clock=environment.clock,
+            unix_clock=environment.unix_clock,
             traces=replica_traces(spans, self.replica_id),
         )
 

@@ -23,12 +23,12 @@ from serving.replica.drain import HAND_OVER_INTERVAL_S
 from serving.replica.engine_answers import ENGINE_TIMEOUT_S
 from serving.replica.engine_factory import EngineFactory
 from serving.replica.engine_watch import WATCH_INTERVAL_S, EngineWatch
+from serving.replica.environment import ReplicaEnvironment
 from serving.replica.generation_config import sampling_defaults
 from serving.replica.kv_watch import LOOK_INTERVAL_S
 from serving.replica.link_server import TICK_S, Emit, LinkServer
 from serving.replica.mailbox import Mailbox
 from serving.replica.parts import ReplicaParts
-from serving.replica.place import ReplicaPlace
 from serving.settings.config import AppArgs
 from serving.settings.model_args import ModelArgs
 from serving.text.text import TextProcessor
@@ -52,14 +52,14 @@ process, whatever is left."""
 class LLMReplica:
     """A replica's actor. Front ends call it over their links. Errors are sent as data (ErrorInfo).
 
-    `place_of` builds the replica's place; it is called in the replica's process.
+    `make_environment` builds the replica's environment; it is called in the replica's process.
     """
 
     async def __init__(  # type: ignore[misc]
         self,
         args: AppArgs,
         build_engine: EngineFactory,
-        place_of: Callable[[AppArgs], Awaitable[ReplicaPlace]],
+        make_environment: Callable[[AppArgs], Awaitable[ReplicaEnvironment]],
     ) -> None:
         self._opened = AsyncExitStack()  # what the end of the replica closes, the last first
         self._args = args
@@ -69,20 +69,20 @@ class LLMReplica:
         # Meanwhile the replica waits for the controller, which may only be starting.
         building = asyncio.create_task(asyncio.to_thread(build_engine, settings, mailbox.deliver))
         self._opened.push_async_callback(_stop_engine, building)
-        self._place = place = await place_of(args)
-        self._opened.callback(place.controller.close)
-        self._opened.push_async_callback(place.listener.close)
+        self._environment = environment = await make_environment(args)
+        self._opened.callback(environment.controller.close)
+        self._opened.push_async_callback(environment.listener.close)
         self._engine = engine = await building
-        self._text = text = await asyncio.to_thread(place.load_text, settings.model, engine)
+        self._text = text = await asyncio.to_thread(environment.load_text, settings.model, engine)
         sampling = await asyncio.to_thread(_sampling_of, args.model)
-        self._links = LinkServer(place.listener, self.serve, self._tasks)
-        spans = open_spans(args.tracing, "replica", place.replica_id)
+        self._links = LinkServer(environment.listener, self.serve, self._tasks)
+        spans = open_spans(args.tracing, "replica", environment.replica_id)
         if spans is not None:
             self._opened.push_async_callback(asyncio.to_thread, spans.close)
         self._opened.push_async_callback(self._tasks.stop, ENGINE_STOP_TIMEOUT_S)
         self._parts = ReplicaParts(
             args,
-            place,
+            environment,
             engine,
             mailbox,
             self._tasks,
@@ -118,7 +118,7 @@ class LLMReplica:
             emit(TurnEvent(error=unavailable("the replica is drained")))
             return
         # Each call runs in a task of its own.
-        CALL_FACTS.set(CallFacts.at_replica(call.turn, self._place.replica_id, call.epoch))
+        CALL_FACTS.set(CallFacts.at_replica(call.turn, self._environment.replica_id, call.epoch))
         try:
             emit(await self._parts.turns.run(call.turn, call.epoch, emit))
         except Exception as error:
@@ -152,10 +152,10 @@ class LLMReplica:
 
     async def _start(self) -> None:
         await asyncio.to_thread(_warm, self._text)
-        self._place.settle()
+        self._environment.settle()
         self._engine.start()
-        serve_logger.info("replica %s: %s", self._place.replica_id, execution_line(self._engine))
-        self._parts.heartbeats.address = self._place.listener.open(self._links.frame_came)
+        serve_logger.info("replica %s: %s", self._environment.replica_id, execution_line(self._engine))
+        self._parts.heartbeats.address = self._environment.listener.open(self._links.frame_came)
         controller, sessions = self._args.controller, self._args.sessions
         # Each by itself: a shard that does not answer must not delay others.
         for shard in range(controller.shards):
@@ -176,8 +176,8 @@ class LLMReplica:
 
     async def _join(self) -> None:
         """Registers with the controller. Raises SettingsRefused."""
-        await self._place.controller.announce()
-        await self._place.controller.register_replica(self._parts.heartbeats.status())
+        await self._environment.controller.announce()
+        await self._environment.controller.register_replica(self._parts.heartbeats.status())
 
     async def _hand_over(self) -> None:
         await self._parts.drain.hand_over()
@@ -185,7 +185,7 @@ class LLMReplica:
             await self._parts.heartbeats.farewell()
 
     async def _publish_gauges(self) -> None:
-        self._place.publish_gauges(self._engine.stats())
+        self._environment.publish_gauges(self._engine.stats())
 
 
 async def _stop_engine(building: asyncio.Task[Engine]) -> None:

@@ -14,8 +14,8 @@ from controllers.commit_groups import Write
 from controllers.errors import StoreError
 from engine.api import Engine
 from engine.settings import ModelSettings
-from serving.front.ingress import Ingress, IngressPlace
-from serving.replica.place import ReplicaPlace
+from serving.front.ingress import Ingress, IngressEnvironment
+from serving.replica.environment import ReplicaEnvironment
 from serving.replica.replica import LLMReplica
 from serving.settings.config import AppArgs
 from serving.text.text import TextProcessor
@@ -127,8 +127,8 @@ class Cluster:
             party.loop, self.random, self._tiers, self._slowness
         )
 
-        async def place_of(_args: AppArgs) -> ReplicaPlace:
-            return ReplicaPlace(
+        async def make_environment(_args: AppArgs) -> ReplicaEnvironment:
+            return ReplicaEnvironment(
                 replica_id=party.name,
                 controller=self._controller_calls(party),
                 listener=SimulatedListener(self.links, party),
@@ -141,7 +141,7 @@ class Cluster:
 
         async def run() -> None:
             party.actor = LLMReplica.__new__(LLMReplica)
-            await party.actor.__init__(self.args, engine, place_of)
+            await party.actor.__init__(self.args, engine, make_environment)
             self.serve.add_replica(party)
             self._health.watch(party)
 
@@ -152,8 +152,8 @@ class Cluster:
         party = self._party("i")
         self.ingresses.append(party)
 
-        async def place_of(_args: AppArgs) -> IngressPlace:
-            return IngressPlace(
+        async def make_environment(_args: AppArgs) -> IngressEnvironment:
+            return IngressEnvironment(
                 party.name,
                 self._controller_calls(party),
                 IngressesHandle(self.serve, party),
@@ -165,7 +165,7 @@ class Cluster:
 
         async def run() -> None:
             party.actor = Ingress.__new__(Ingress)
-            await party.actor.__init__(self.args, None, place_of)
+            await party.actor.__init__(self.args, None, make_environment)
             party.web = Web(party.actor.service)
             self.serve.add_ingress(party)
 

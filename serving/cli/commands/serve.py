@@ -15,7 +15,7 @@ from rich.console import Console
 from serving.cli.commands.failure import one_line_errors
 from serving.cli.start.environment import Proxy, default_proxy, serve_environment
 from serving.cli.start.errors import StartError
-from serving.cli.start.listening_place import ListeningPlace
+from serving.cli.start.listen_address import ListenAddress
 from serving.cli.start.operating_system import check_system
 from serving.cli.start.ray_cluster import check_cluster
 from serving.cli.start.readiness import Expected, answers_already, expected_of, say_when_ready
@@ -53,22 +53,22 @@ def serve(
     environ = dict(os.environ)  # what the user has set, before it is changed here and by Ray
     with one_line_errors("serve"):
         check_system(sys.platform)
-        expected, places = _checked(config, began_s, as_json=as_json)
+        expected, addresses = _checked(config, began_s, as_json=as_json)
         executables = Path(sys.executable).parent
         # Before anything imports Ray, which reads it then.
-        taken = {place.port for place in places}
+        taken = {each.port for each in addresses}
         os.environ.update(serve_environment(environ, executables, proxy or default_proxy(environ), taken))
         if not check_cluster(address, environ, allow_open=allow_no_token):
             # On a cluster that is there, this deployment may replace one that listens.
-            for place in places:
-                place.check_free()
+            for each in addresses:
+                each.check_free()
         _say_when_ready(expected)
         serve_main = _serve_main()
     arguments = ["run", *([] if address is None else ["--address", address]), str(config)]
     serve_main(arguments, prog_name="serve")
 
 
-def _checked(config: Path, began_s: float, *, as_json: bool) -> tuple[Expected, list[ListeningPlace]]:
+def _checked(config: Path, began_s: float, *, as_json: bool) -> tuple[Expected, list[ListenAddress]]:
     """Checks the settings as `python -m serving.settings.config` does. Also returns where calls are to be taken, by Ray
     Serve and for operators. Raises StartError."""
     import yaml  # imported here, so that other commands start fast
@@ -90,7 +90,7 @@ def _checked(config: Path, began_s: float, *, as_json: bool) -> tuple[Expected, 
     listens = [("http_options.port", file.http_host, file.http_port)]
     listens += [("args.ingress.operator_port", each.operator_host, each.operator_port) for each in ingresses]
     return expected, [
-        ListeningPlace(setting, host, port) for setting, host, port in listens if port is not None
+        ListenAddress(setting, host, port) for setting, host, port in listens if port is not None
     ]
 
 

@@ -29,9 +29,9 @@ from engine.settings import CacheSettings, SchedulerSettings, SpeculationSetting
 from serving.background import BackgroundTasks
 from serving.front.replica_calls import TurnEvents
 from serving.grammars.constraints import ConstraintCompiler
+from serving.replica.environment import ReplicaEnvironment
 from serving.replica.mailbox import Mailbox
 from serving.replica.parts import ReplicaParts
-from serving.replica.place import ReplicaPlace
 from serving.settings.config import AppArgs, parse_args
 from serving.settings.record_args import MetricsArgs
 from serving.text.text import TextProcessor
@@ -243,7 +243,7 @@ class Rig(ReplicaParts):
         text = text or TextProcessor(None, vocab_size=VOCAB_SIZE, max_context_len=512)
         nothing: Any = None
         calls: Any = self.controller
-        place = ReplicaPlace(
+        environment = ReplicaEnvironment(
             replica_id,
             controller=calls,
             listener=nothing,
@@ -255,7 +255,7 @@ class Rig(ReplicaParts):
         )
         super().__init__(
             settings_of(settings or {}),
-            place,
+            environment,
             engine,
             mailbox,
             BackgroundTasks(),

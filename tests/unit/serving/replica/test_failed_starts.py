@@ -13,7 +13,7 @@ from engine.api import Engine
 from engine.assembly import assemble_engine
 from engine.models.errors import BadCheckpoint
 from engine.settings import CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
-from serving.replica.place import ReplicaPlace
+from serving.replica.environment import ReplicaEnvironment
 from serving.replica.replica import LLMReplica
 from serving.settings.config import AppArgs, parse_args
 from tests.unit.engine.null_runner import EOS_TOKEN_ID, NullRunner
@@ -35,12 +35,14 @@ class Engines(list[Engine]):
 
 
 async def start_and_end(
-    engines: Engines, place_of: Callable[[AppArgs], Awaitable[ReplicaPlace]], monkeypatch: pytest.MonkeyPatch
+    engines: Engines,
+    make_environment: Callable[[AppArgs], Awaitable[ReplicaEnvironment]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Starts a replica and ends it as Serve does, also after its start has failed. Raises what the start raises."""
     replica: Any = LLMReplica.__new__(LLMReplica)
     try:
-        await replica.__init__(ARGS, engines.build, place_of)
+        await replica.__init__(ARGS, engines.build, make_environment)
     finally:
         await replica.__del__()
         # As in Serve's process, nobody collects the replica after its end.
@@ -76,8 +78,8 @@ async def test_a_replica_that_cannot_load_its_tokenizer(
     def load_text(_settings: ModelSettings, _engine: Engine) -> Any:
         raise BadCheckpoint("tokenizer.json is not JSON")
 
-    async def place_of(_args: AppArgs) -> ReplicaPlace:
-        return ReplicaPlace(
+    async def make_environment(_args: AppArgs) -> ReplicaEnvironment:
+        return ReplicaEnvironment(
             "replica-a",
             controller,
             listener,
@@ -89,7 +91,7 @@ async def test_a_replica_that_cannot_load_its_tokenizer(
         )
 
     with pytest.raises(BadCheckpoint):
-        await start_and_end(engines, place_of, monkeypatch)
+        await start_and_end(engines, make_environment, monkeypatch)
     assert listener.closed
     assert controller.closed
     assert not engines[0].alive
@@ -102,10 +104,10 @@ async def test_a_replica_that_is_in_no_cluster(
     """The engine is built while the replica looks for its cluster."""
     engines = Engines()
 
-    async def place_of(_args: AppArgs) -> ReplicaPlace:
+    async def make_environment(_args: AppArgs) -> ReplicaEnvironment:
         raise NoAnswer("the controller does not answer")
 
     with pytest.raises(NoAnswer):
-        await start_and_end(engines, place_of, monkeypatch)
+        await start_and_end(engines, make_environment, monkeypatch)
     assert not engines[0].alive
     assert not caplog.records

@@ -16,7 +16,7 @@ from controllers.records import ReplicaAddress
 from engine.api import Engine
 from engine.assembly import assemble_engine
 from engine.settings import CacheSettings, EngineSettings, SchedulerSettings
-from serving.replica.place import ReplicaPlace
+from serving.replica.environment import ReplicaEnvironment
 from serving.replica.replica import LLMReplica
 from serving.settings.config import AppArgs, parse_args
 from serving.text.text import TextProcessor
@@ -79,10 +79,10 @@ def build_engine(_settings: EngineSettings, sink: Callable[..., None]) -> Engine
     return assemble_engine(runner, CacheSettings(books="strict"), SchedulerSettings(), OFF, eos, sink)
 
 
-def place_with(shards: list[Shard]) -> ReplicaPlace:
+def environment_with(shards: list[Shard]) -> ReplicaEnvironment:
     calls: Any = shards
     make_address = partial(ReplicaAddress, actor="r", namespace="serve")
-    return ReplicaPlace(
+    return ReplicaEnvironment(
         "replica-a",
         ControllerCalls(calls),
         PeerSockets("127.0.0.1", (), node_id="n1", make_address=make_address),
@@ -103,11 +103,11 @@ async def test_shards_that_answer_hear_of_a_replica_that_waits_for_another(
     monkeypatch.setattr(controller_calls, "START_PAUSE_S", 0.01)
     shards = [Shard(tmp_path / "0", away=False), Shard(tmp_path / "1", away=True)]
 
-    async def place_of(_args: AppArgs) -> ReplicaPlace:
-        return place_with(shards)
+    async def make_environment(_args: AppArgs) -> ReplicaEnvironment:
+        return environment_with(shards)
 
     replica: Any = EndedByHand.__new__(EndedByHand)
-    starting = asyncio.create_task(replica.__init__(ARGS, build_engine, place_of))
+    starting = asyncio.create_task(replica.__init__(ARGS, build_engine, make_environment))
     try:
         async with asyncio.timeout(WAIT_S):
             await shards[0].heard.wait()

@@ -12,7 +12,7 @@ from ray import serve
 
 from controllers.errors import NoAnswer, SettingsRefused, StoreError
 from serving.front import ingress
-from serving.replica import place
+from serving.replica import environment
 from serving.settings.config import parse_args
 from serving.wire import controller_calls
 from serving.wire.controller_calls import ControllerCalls, once_up
@@ -42,19 +42,19 @@ def serve_around(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "get_deployment_handle", lambda _name: None)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    for module in (place, ingress):
+    for module in (environment, ingress):
         monkeypatch.setattr(module, "log_with_serve", lambda _logs: None)
     monkeypatch.setattr(controller_calls, "START_PAUSE_S", 0.0)
 
 
-@pytest.mark.parametrize("start", [place.place_in_serve, ingress.place_in_serve])
+@pytest.mark.parametrize("start", [environment.environment_in_serve, ingress.environment_in_serve])
 async def test_a_process_that_starts_waits_for_the_secret(
     start: Callable[..., Awaitable[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replica's start used to fail after 15 s, and the next try loaded the model again."""
     shard: Any = Shard(NoAnswer("the controller does not answer"), StoreError("the log is away"))
     calls = ControllerCalls([shard])
-    for module in (place, ingress):
+    for module in (environment, ingress):
         monkeypatch.setattr(module, "connect_controller", lambda _name, _deployment: calls)
     found = await start(ARGS, deployment=DEPLOYMENT)
     assert found.controller is calls

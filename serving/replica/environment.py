@@ -38,7 +38,7 @@ class Listener(PeerConnections, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaPlace:
+class ReplicaEnvironment:
     """What a replica gets from its surroundings. `clock` returns monotonic seconds, `unix_clock` Unix time. `settle` is
     called once everything is loaded, `turn_ended` for each turn that the engine has ended."""
 
@@ -53,8 +53,8 @@ class ReplicaPlace:
     turn_ended: Callable[[EndedTurn], None] = nothing_told
 
 
-async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> ReplicaPlace:
-    """The place of a replica in Ray Serve. Waits for the controller, see once_up."""
+async def environment_in_serve(args: AppArgs, *, deployment: Deployment) -> ReplicaEnvironment:
+    """The environment of a replica in Ray Serve. Waits for the controller, see once_up."""
     log_with_serve(args.logs)
     controller = connect_controller(args.controller.name, deployment)
     context = ray.get_runtime_context()
@@ -66,7 +66,7 @@ async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> ReplicaPla
         if boards is not None:
             boards.publish(stats)
 
-    return ReplicaPlace(
+    return ReplicaEnvironment(
         replica_id=serve.get_replica_context().replica_id.unique_id,
         controller=controller,
         listener=PeerSockets(

@@ -1,4 +1,4 @@
-"""A place where `kedge serve` is to take calls, and whether it is free."""
+"""An address where `kedge serve` is to take calls, and whether it is free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serving.cli.start.errors import StartError
 
 
 @dataclass(frozen=True, slots=True)
-class ListeningPlace:
+class ListenAddress:
     """Where calls are to be taken, and the setting that says so."""
 
     setting: str
