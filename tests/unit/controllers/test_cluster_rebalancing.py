@@ -77,6 +77,16 @@ def test_a_repeated_offer_moves_nothing_twice(world: World) -> None:
     assert world.owner() == ("b", 2)
 
 
+def test_a_burst_of_offers_moves_only_what_evens_the_load_out(world: World) -> None:
+    """Each move counts at once, before a replica reports it. After two of them, loads of almost 8 and 1 turns differ by
+    less than the gap that a move needs."""
+    names = [f"t{number}" for number in range(8)]
+    for name in names:
+        assert world.cluster.open_session(name, "", None, None, preferred="a").replica_id == "a"
+    crowd(world)
+    assert sum(world.cluster.offer_session(name, 1, "a") for name in names) == 2
+
+
 def test_only_the_owner_offers(world: World) -> None:
     crowd(world)
     for epoch, replica_id in ((1, "b"), (2, "a")):
