@@ -195,6 +195,18 @@ def test_a_match_stops_where_a_sequence_can_start() -> None:
     books.assert_empty()
 
 
+@pytest.mark.parametrize("length", range(40, 44))
+def test_others_begin_on_all_whole_pages_that_a_sequence_leaves(length: int) -> None:
+    """What the first token behind these pages sees stays, though the sequence itself sees less."""
+    books = windowed(4, 7)
+    kv = books.begin(None, tokens_from(0, 60))
+    for filled in range(1, length + 1):
+        books.fill(kv, filled, keep_len=0)
+    books.sessions.finish(kv, tokens_from(0, length))
+    assert books.match(None, tokens_from(0, 60)).prefix_len == 40
+    books.assert_empty()
+
+
 def test_eviction_takes_the_oldest_unheld_window_pages_only() -> None:
     books = windowed(4, 8, num_window_pages=32)
     for first in (0, 1000, 2000):
