@@ -8,7 +8,7 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar, cast
@@ -52,6 +52,16 @@ LONG_PROMPT_TIMEOUT_S = 30.0
 SEED_LIMIT = 2**63
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltRequest:
+    """A request, and the text of its output. `in_thought`: the prompt ends within a thought, which the output goes on
+    with."""
+
+    request: GenerateRequest
+    output: OutputText
+    in_thought: bool
 
 
 class RequestBuilder:
@@ -107,32 +117,28 @@ class RequestBuilder:
                 return placed
         return await self._of_prompt(call.prompt, partial(self._placer.place, call, turn))
 
-    def opens_thought(self, turn: Turn | None, prompt: PlacedPrompt) -> bool:
-        """Whether the prompt ends within a thought, which the answer then continues."""
-        return self._text.opens_thought(_end_of(turn, prompt))
-
     def build(
         self,
         call: TurnCall,
         turn: Turn | None,
+        prompt: PlacedPrompt,
         engine_id: str,
-        new_tokens: Sequence[int],
-        output: OutputText,
-        constraint: TokenConstraint | None = None,
-        *,
-        in_thought: bool = False,
-    ) -> GenerateRequest:
-        """Builds the engine's request. `output` and `constraint` belong to this call alone. `in_thought`: the prompt
-        ends within a thought. An unnamed session keeps its KV in the engine from its second turn on only, since most
-        have a single turn. Raises CapacityExceeded."""
+        constraint: TokenConstraint | None,
+        on_admitted: Callable[[], None] | None,
+    ) -> BuiltRequest:
+        """Builds the engine's request. `constraint` belongs to this call alone. `on_admitted` as in GenerateRequest. An
+        unnamed session keeps its KV in the engine from its second turn on only, since most have a single turn. Raises
+        InvalidRequest and CapacityExceeded."""
+        end = _end_of(turn, prompt)
+        output, in_thought = self._output_text(call, end), self._text.opens_thought(end)
         if in_thought and isinstance(constraint, StrictCallsConstraint):
             constraint.begin_in_thought()
         history_len = 0 if turn is None else turn.history_len
         keeps_kv = turn is not None and (call.session is not None or turn.turn_index > 0)
-        return GenerateRequest(
+        request = GenerateRequest(
             request_id=engine_id,
-            new_tokens=new_tokens,
-            sampling=self._sampling(call, turn, history_len + len(new_tokens)),
+            new_tokens=prompt.new_tokens,
+            sampling=self._sampling(call, turn, history_len + len(prompt.new_tokens)),
             history=() if turn is None else turn.history,
             history_len=history_len,
             history_chain=history_chain(turn),
@@ -144,11 +150,13 @@ class RequestBuilder:
             watcher=output.watcher,
             constraint=constraint,
             resumed_tokens=() if call.resumed is None else call.resumed.token_ids,
+            on_admitted=on_admitted,
         )
+        return BuiltRequest(request, output, in_thought)
 
-    def output_text(self, call: TurnCall, turn: Turn | None, prompt: PlacedPrompt) -> OutputText:
+    def _output_text(self, call: TurnCall, end: Sequence[int]) -> OutputText:
         """The text of the call's output, which is fed token by token. An answer in a chat is a text of its own; other
-        outputs continue the prompt's text. Raises InvalidRequest."""
+        outputs continue the prompt's text, which has `end`. Raises InvalidRequest."""
         is_answer = isinstance(call.prompt, ChatPrompt) and not call.prompt.continues_final
         return self._text.output_text(
             call.stop,
@@ -156,7 +164,7 @@ class RequestBuilder:
             skip_special_tokens=call.skip_special_tokens,
             shown=call.shown_tokens,
             min_tokens=call.sampling.min_new_tokens,
-            before=() if is_answer else _end_of(turn, prompt),
+            before=() if is_answer else end,
         )
 
     async def tokenize(

@@ -12,7 +12,6 @@ import itertools
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 from controllers.errors import (
@@ -263,20 +262,16 @@ class TurnRunner:
         constraint: TokenConstraint | None,
     ) -> LiveTurn:
         engine_id = f"{call.request_id}#{next(self._numbers)}"
-        output = self._builder.output_text(call, turn, prompt)
-        in_thought = self._builder.opens_thought(turn, prompt)
-        request = self._builder.build(
-            call, turn, engine_id, prompt.new_tokens, output, constraint, in_thought=in_thought
-        )
+        built = self._builder.build(call, turn, prompt, engine_id, constraint, asker.trace.on_admitted)
         live = LiveTurn(
             call=call,
             request_id=engine_id,
             turn=turn,
             prompt=prompt,
             emit=asker.tell,
-            output=output,
+            output=built.output,
             started_s=started_s,
-            in_thought=in_thought,
+            in_thought=built.in_thought,
             resumed=call.resumed or NOTHING,
             submitted_s=self._clock(),
             last_token_s=None if call.resumed is None else started_s,
@@ -284,10 +279,8 @@ class TurnRunner:
         )
         self._mailbox.open(engine_id, partial(self._take, live))
         try:
-            self._load.begin(engine_id, call.tenant, len(request.new_tokens))
-            if asker.trace.on_admitted is not None:
-                request = replace(request, on_admitted=asker.trace.on_admitted)
-            self._engine.submit(request)
+            self._load.begin(engine_id, call.tenant, len(prompt.new_tokens))
+            self._engine.submit(built.request)
         except EngineError:
             self._load.end(engine_id)
             self._mailbox.close(engine_id)
