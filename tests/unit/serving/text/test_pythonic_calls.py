@@ -162,7 +162,7 @@ SCRAPS = [
 ]
 
 
-@settings(max_examples=600, deadline=None, print_blob=True)
+@settings(max_examples=1200, deadline=None, print_blob=True)
 @given(
     text=st.lists(st.sampled_from(SCRAPS), max_size=16).map("".join),
     places=st.lists(st.integers(0, 160), max_size=12),
@@ -188,7 +188,7 @@ calls_made = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(calls_made)
 def test_calls_as_the_format_has_them_are_all_found(calls: list[tuple[str, dict[str, object]]]) -> None:
     form = PYTHONIC

@@ -184,7 +184,7 @@ SCRAPS = [
 ]
 
 
-@settings(max_examples=600, deadline=None, print_blob=True)
+@settings(max_examples=1200, deadline=None, print_blob=True)
 @given(
     name=st.sampled_from(sorted(TAGGED_FORMATS)),
     text=st.lists(st.sampled_from(SCRAPS), max_size=16).map("".join),
@@ -204,7 +204,7 @@ values = {
 }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.sampled_from(sorted(TAGGED_FORMATS)),
     st.lists(
