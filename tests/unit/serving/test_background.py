@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from serving.background import BackgroundTasks
+from serving.background import BackgroundTasks, TasksByKey
 
 
 async def fail_after(begin: asyncio.Event) -> None:
@@ -51,3 +51,15 @@ async def test_what_is_stopped_ends_within_the_bound(caplog: pytest.LogCaptureFi
     await tasks.stop(timeout_s=0.01)
     assert work.cancelled()
     assert not caplog.records
+
+
+async def test_a_task_is_known_by_its_key_until_it_is_done_or_another_has_the_key() -> None:
+    known, ends = TasksByKey[str, bool](), [asyncio.Event() for _ in range(2)]
+    first, second = (known.put("key", asyncio.create_task(end.wait())) for end in ends)
+    assert known.get("key") is second
+    ends[0].set()
+    await first
+    assert known.get("key") is second
+    ends[1].set()
+    await second
+    assert known.get("key") is None
