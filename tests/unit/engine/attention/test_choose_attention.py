@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from types import ModuleType
 
@@ -197,13 +196,3 @@ def test_sinks_need_version_3(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "only version 3 takes" in choice.reason
     with_flash(monkeypatch, version=3)
     assert choose_attention("auto", pool(), GPU, sinks=4).name == "flash"
-
-
-def test_choosing_for_a_cpu_imports_no_kernels() -> None:
-    """A machine without Triton must be able to serve."""
-    code = (
-        "import sys; sys.modules['triton'] = None\n"
-        "import engine.build, engine.attention.choose\n"
-        "assert 'engine.attention.triton_backend' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

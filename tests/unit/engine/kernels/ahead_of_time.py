@@ -14,10 +14,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
-
-ROOT = Path(__file__).parents[4]
 
 MOST_SPILLED = 16
 """Bytes. No kernel should spill. Under Triton 3.6 none does; Triton 3.7 spills two registers of a few variants to the
@@ -84,10 +81,23 @@ class Compiler:
         """Compiles `builds` and returns their reports in the same order. Raises BuildFailed or TimeoutError."""
         return list(self._process.map(_compile, builds, timeout=timeout_s))
 
+    def aligned_parameters(self, kernel: str, timeout_s: float = 240) -> set[str]:
+        """The parameters of `kernel`, "module:function", whose divisibility makes another variant."""
+        return self._process.submit(_aligned_parameters, kernel).result(timeout_s)
+
 
 def _leave_the_interpreter() -> None:
     """Turns the interpreter off in this process. Triton reads the variable when a kernel is defined."""
     os.environ.pop("TRITON_INTERPRET", None)
+
+
+def _function(kernel: str) -> Any:
+    module, _, name = kernel.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _aligned_parameters(kernel: str) -> set[str]:
+    return {each.name for each in _function(kernel).params if not each.do_not_specialize_on_alignment}
 
 
 def _compile(one: Build) -> Report:
@@ -105,8 +115,7 @@ def _compiled(one: Build) -> Report:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module, _, name = one.kernel.partition(":")
-    kernel = getattr(importlib.import_module(module), name)
+    kernel = _function(one.kernel)
     constants: dict[str, Any] = {
         key: getattr(language, value[3:]) if isinstance(value, str) and value.startswith("tl.") else value
         for key, value in one.constants.items()

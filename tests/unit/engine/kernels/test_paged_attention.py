@@ -92,7 +92,7 @@ def test_dtypes(dtype: torch.dtype, fp8: bool) -> None:
     if fp8 and DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("Triton has no float8_e4m3fn here")
     for page_size in (5, 16):
-        check(Shape(((1, 70), (5, 40)), page_size, window=30, sinks=True, dtype=dtype, fp8=fp8))
+        check(Shape(((1, 70), (5, 40)), page_size, 1, window=30, sinks=True, dtype=dtype, fp8=fp8))
 
 
 @pytest.mark.parametrize("factor", [2.0**30, 2.0**-30])

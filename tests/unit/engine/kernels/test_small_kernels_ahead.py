@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
 from engine.kernels.sampling import BLOCK_TILES, GROUP, PICK_WARPS, SURVEY_TILES, TILE
-from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, ROOT, Build, Compiler, Report
+from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, Build, Compiler, Report
 
 VOCAB_TILES = {"fp32": 2048, "bf16": 4096}
 """Tiles of the summary, for up to 128 k and 256 k tokens."""
@@ -142,19 +139,11 @@ def test_nothing_spills(reports: list[tuple[Build, Report]]) -> None:
         assert report.registers * 32 * one.num_warps <= 65536, one
 
 
-def test_the_number_of_rows_makes_no_new_variant_of_the_pick() -> None:
+def test_the_number_of_rows_makes_no_new_variant_of_the_pick(compiler: Compiler) -> None:
     """This kernel takes the longest of all to compile, and a table's columns begin wherever its rows end."""
-    program = (
-        "from engine.kernels.sampling import pick_row\n"
-        "print(*(each.name for each in pick_row.params if not each.do_not_specialize_on_alignment))"
-    )
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment, check=True
-    )
-    specialised = set(done.stdout.split())
-    assert "logits_RV" in specialised
-    assert not specialised & {"temperature_R", "top_k_R", "top_p_R", "min_p_R", "point_R"}
+    aligned = compiler.aligned_parameters("engine.kernels.sampling:pick_row")
+    assert "logits_RV" in aligned
+    assert not aligned & {"temperature_R", "top_k_R", "top_p_R", "min_p_R", "point_R"}
 
 
 def test_streams_are_read_and_written_16_bytes_at_a_time(reports: list[tuple[Build, Report]]) -> None:
