@@ -15,14 +15,13 @@ import random
 import signal
 import statistics
 import time
-from pathlib import Path
 
 import httpx
-from measure import save_record
 from processes import siblings
 from rich.console import Console
 from rich.table import Table
-from session_talkers import GIVE_UP_S, SILENCE_S, Findings, Talker
+from session_talkers import SILENCE_S, Findings, Talker
+from talk_run import check_ends, conclude, failures_line, open_client, talk_arguments, talking
 
 STOPPED_S = 15.0
 """Longer than a replica may be silent."""
@@ -40,12 +39,14 @@ class Chaos:
         self._rng = random.Random(seed)
 
     async def run(self, every_s: float, until_s: float) -> None:
+        """Strikes every `every_s` seconds. Returns at `until_s`."""
         count = len(await self.replicas())
         while time.monotonic() + every_s < until_s:
             await asyncio.sleep(every_s)
             pids = await self.replicas()
             if len(pids) == count:
                 await self._strike(self._rng.choice(self._kinds), pids)
+        await asyncio.sleep(max(0.0, until_s - time.monotonic()))
 
     async def replicas(self) -> list[int]:
         """The process ids of the replicas that answer."""
@@ -74,21 +75,12 @@ class Chaos:
 async def measure(args: argparse.Namespace) -> tuple[Findings, bool]:
     """Returns what was found, and whether the audit at the end is clean."""
     findings = Findings()
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=args.url, timeout=GIVE_UP_S, limits=limits) as client:
+    async with open_client(args) as client:
         talkers = [Talker(client, findings, f"{args.seed}-{number}") for number in range(args.sessions)]
         chaos = Chaos(client, findings, args.strike, args.seed)
-        until_s = time.monotonic() + args.seconds
-        async with asyncio.TaskGroup() as group:
-            group.create_task(chaos.run(args.every_s, until_s))
-            for talker in talkers:
-                group.create_task(talker.talk(until_s))
-        listed = (await client.get("/v1/kedge/sessions")).json()["sessions"]
-        by_id = {session["session_id"]: session for session in listed}
-        for talker in talkers:
-            await talker.check_end(by_id)
-        audit = (await client.get("/v1/kedge/audit")).json()
-    return findings, bool(audit["clean"])
+        async with talking(talkers):
+            await chaos.run(args.every_s, time.monotonic() + args.seconds)
+        return findings, await check_ends(client, talkers)
 
 
 def show(findings: Findings, clean: bool) -> None:
@@ -97,8 +89,7 @@ def show(findings: Findings, clean: bool) -> None:
     for name, value in {
         "turns, tokens": f"{findings.turns:,}, {findings.tokens:,}",
         "blows": ", ".join(f"{count} {kind}" for kind, count in findings.blows.items()) or "none",
-        "attempts that failed": ", ".join(f"{n} {code}" for code, n in findings.failures.most_common())
-        or "none",
+        "attempts that failed": failures_line(findings),
         "turns that a client repeated": f"{findings.repeated_turns:,} ({findings.left:,} had left)",
         "of these answered from the log": f"{findings.replayed_turns:,}",
         f"answers silent for more than {SILENCE_S:.0f} s": f"{len(silences_s):,}"
@@ -114,29 +105,18 @@ def show(findings: Findings, clean: bool) -> None:
     }.items():
         table.add_row(name, value)
     Console().print(table)
-    for line in findings.wrong[:20]:
-        print(line[:2000])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser = talk_arguments(__doc__, sessions=16)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--every-s", type=float, default=15.0, help="pause between two blows")
     parser.add_argument("--strike", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--sessions", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=random.randrange(2**31))
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     print(f"seed {args.seed}")
     findings, clean = asyncio.run(measure(args))
     show(findings, clean)
-    settings = {name: getattr(args, name) for name in ("seconds", "every_s", "sessions", "seed")}
-    save_record(args.json, settings=settings, findings=vars(findings), audit_clean=clean)
-    if findings.wrong or not clean or not findings.all_checked:
-        raise SystemExit(1)
+    conclude(args, findings, clean, {})
 
 
 if __name__ == "__main__":

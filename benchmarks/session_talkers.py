@@ -103,12 +103,6 @@ class Talker:
         """The range of each turn's answer in the history."""
         self._num_checked = 0
 
-    async def talk(self, until_s: float) -> None:
-        """Runs turns until `until_s`. Leaves its last session open."""
-        while time.monotonic() < until_s:
-            await self.next_turn()
-        await self.check_answers()
-
     async def next_turn(self) -> None:
         """Runs one turn, in a new session if there is none or the session is long."""
         if not self._session_id or len(self._history) > LONGEST_HISTORY:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import random
 import statistics
 import subprocess
 import sys
@@ -29,11 +28,11 @@ import httpx
 import yaml
 from chaos import KINDS, Chaos
 from chaos import show as show_findings
-from measure import save_record
 from processes import footprints, parent_of
 from rich.console import Console
 from rich.table import Table
-from session_talkers import GIVE_UP_S, Findings, Talker
+from session_talkers import Findings, Talker
+from talk_run import check_ends, conclude, open_client, talk_arguments, talking
 
 from controllers.settings import SqliteLogSettings
 from serving.settings.config import parse_args
@@ -181,24 +180,16 @@ class Watch:
 async def measure(args: argparse.Namespace) -> tuple[Findings, bool, list[dict[str, Any]]]:
     """Returns what was found, whether the audit at the end is clean, and what grew."""
     findings = Findings()
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=args.url, timeout=GIVE_UP_S, limits=limits) as client:
+    async with open_client(args) as client:
         talkers = [Talker(client, findings, f"{args.seed}-{number}") for number in range(args.sessions)]
         deployer = Deployer(args.config, args.dashboard)
         strikes = Strikes(client, findings, args.strike, args.seed, deployer)
         watch = Watch(client, args.sample_s)
         until_s = time.monotonic() + args.hours * HOUR_S
-        async with asyncio.TaskGroup() as group:
+        async with talking(talkers), asyncio.TaskGroup() as group:
             group.create_task(strikes.run(args.every_s, until_s))
             group.create_task(watch.run(until_s))
-            for talker in talkers:
-                group.create_task(talker.talk(until_s))
-        listed = (await client.get("/v1/kedge/sessions")).json()["sessions"]
-        by_id = {session["session_id"]: session for session in listed}
-        for talker in talkers:
-            await talker.check_end(by_id)
-        audit = (await client.get("/v1/kedge/audit")).json()
-    return findings, bool(audit["clean"]), watch.growth()
+        return findings, await check_ends(client, talkers), watch.growth()
 
 
 def show_growth(rows: list[dict[str, Any]]) -> None:
@@ -209,11 +200,8 @@ def show_growth(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = talk_arguments(__doc__, sessions=12)
     add: Callable[..., Any] = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000")
     add("--dashboard", default="http://127.0.0.1:8265")
     add("--config", type=Path, required=True)
     add("--hours", type=float, default=3.0)
@@ -225,19 +213,12 @@ def main() -> None:
         choices=(*KINDS, *PLANNED),
         default=["replica", "pause", "controller", *PLANNED],
     )
-    add("--sessions", type=int, default=12)
-    add("--seed", type=int, default=random.randrange(2**31))
-    add("--json", type=Path)
     args = parser.parse_args()
     print(f"seed {args.seed}")
     findings, clean, growth = asyncio.run(measure(args))
     show_findings(findings, clean)
     show_growth(growth)
-    asked = ("hours", "every_s", "sample_s", "sessions", "seed", "strike")
-    settings = {name: getattr(args, name) for name in asked}
-    save_record(args.json, settings=settings, findings=vars(findings), audit_clean=clean, growth=growth)
-    if findings.wrong or not clean or not findings.all_checked:
-        raise SystemExit(1)
+    conclude(args, findings, clean, {"growth": growth})
 
 
 if __name__ == "__main__":
