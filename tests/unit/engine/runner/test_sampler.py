@@ -23,6 +23,7 @@ from engine.runner.sampler import (
     token_logprobs,
     uniform,
 )
+from tests.unit.engine.runner.draw_counts import chi_square
 
 DRAWS = 4000
 SEEDS = (1, 2024, 9_999_999_999)
@@ -46,17 +47,6 @@ def filtered_probs(logits_V: torch.Tensor, params: SamplingParams) -> torch.Tens
     if ids_C is None:
         return probs_C.double()
     return torch.zeros(len(logits_V), dtype=torch.float64).scatter(0, ids_C, probs_C.double())
-
-
-def chi_square(counts: Counter[int], probs: torch.Tensor) -> float:
-    """The standardised chi-square statistic. It is about normal(0, 1) if the draws follow `probs`. Tokens of
-    probability 0 must not occur."""
-    kept = [token for token in range(len(probs)) if probs[token] > 0]
-    assert set(counts) <= set(kept)
-    total = sum(counts.values())
-    statistic = sum((counts[t] - total * float(probs[t])) ** 2 / (total * float(probs[t])) for t in kept)
-    freedom = len(kept) - 1
-    return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
 @pytest.mark.parametrize(

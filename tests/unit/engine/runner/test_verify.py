@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Any
 
@@ -15,6 +14,7 @@ from engine.batch import BatchItem, ItemOutput, SampleSpec, SeenTokens
 from engine.runner.penalties import PenaltyTable
 from engine.runner.sampler import candidates, sample_row, token_logprobs
 from engine.runner.verify import choose_tokens
+from tests.unit.engine.runner.draw_counts import chi_square
 
 VOCAB = 12
 NO_PAGES = np.zeros(0, dtype=np.int32)
@@ -118,16 +118,6 @@ def filtered(logits_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     assert ids_C is not None
     probs_V = torch.zeros(len(logits_V), dtype=torch.float64).scatter(0, ids_C, probs_C.double())
     return probs_V / probs_V.sum()
-
-
-def chi_square(counts: Counter[int], probs: torch.Tensor) -> float:
-    """The standardised chi-square statistic. It is about normal(0, 1) if the draws follow `probs`. Tokens of
-    probability 0 must not occur."""
-    kept = [token for token in range(len(probs)) if probs[token] > 0]
-    assert set(counts) <= set(kept)
-    total = counts.total()
-    statistic = sum((counts[t] - total * float(probs[t])) ** 2 / (total * float(probs[t])) for t in kept)
-    return (statistic - len(kept) + 1) / math.sqrt(2 * (len(kept) - 1))
 
 
 def test_a_batch_is_its_items() -> None:
