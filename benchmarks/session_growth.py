@@ -42,6 +42,7 @@ PAGE_SIZE = 16
 NEW_TOKENS, OUTPUT_TOKENS = 16, 8
 SESSIONS = 8
 TURNS = 150
+BOOK_TURNS = 500
 EDGE = 10
 WINDOW = 128
 LONG = 1_000_000
@@ -50,7 +51,7 @@ SHORT = 1_000
 WAIT_S = 600.0
 
 
-def bookkeeping_us(history_len: int, *, ngram: bool, turns: int = 500) -> float:
+def bookkeeping_us(history_len: int, *, ngram: bool) -> float:
     """Median microseconds of one turn's scheduling and books on a history of `history_len` tokens."""
     cache = SessionAwareCache(PrefixCache(PageAllocator(2 * LONG // PAGE_SIZE), PAGE_SIZE))
     settings = SchedulerSettings(max_batch_tokens=2 * LONG, chunk_size=2 * LONG)
@@ -60,7 +61,7 @@ def bookkeeping_us(history_len: int, *, ngram: bool, turns: int = 500) -> float:
     history: list[int] = []
     chain = cache.empty_chain("")
     times_s = []
-    for number in range(turns + 1):
+    for number in range(BOOK_TURNS + 1):
         count = NEW_TOKENS if number else history_len
         new_tokens = np.random.default_rng(number).integers(0, VOCAB_SIZE, count).tolist()
         sampling = SamplingParams(OUTPUT_TOKENS, temperature=0.0)

@@ -37,6 +37,7 @@ from tests.unit.engine.null_runner import NullRunner, null_generate
 
 VOCAB = 97
 DRAFTS = 4
+MOST_STEPS = 500
 
 
 def proposer(method: SpeculationMethod) -> Proposer:
@@ -225,12 +226,12 @@ class Driver:
             assert self.step() is not None or self._copied(), "work waits, but no step runs"
         raise AssertionError(f"{limit} steps were not enough")
 
-    def step_until(self, condition: Callable[[], bool], limit: int = 500) -> None:
-        for _ in range(limit):
+    def step_until(self, condition: Callable[[], bool]) -> None:
+        for _ in range(MOST_STEPS):
             if condition():
                 return
             assert self.step() is not None or self._copied(), "nothing left to run"
-        raise AssertionError(f"not reached in {limit} steps")
+        raise AssertionError(f"not reached in {MOST_STEPS} steps")
 
     def generate(self, *specs: GenerateRequest) -> list[Outcome]:
         """Adds the requests together and runs until all requests have ended."""

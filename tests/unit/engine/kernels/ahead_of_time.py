@@ -23,6 +23,8 @@ stack. A loop's operands would be hundreds of bytes."""
 SHARED_LIMITS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """How many bytes of shared memory one block may have, by compute capability."""
 
+BUILD_TIMEOUT_S = 240.0
+
 Constant = int | float | bool | str | None
 
 
@@ -77,13 +79,13 @@ class Compiler:
     def __exit__(self, *_: object) -> None:
         self._process.shutdown(cancel_futures=True)
 
-    def build(self, builds: Sequence[Build], timeout_s: float = 240) -> list[Report]:
+    def build(self, builds: Sequence[Build]) -> list[Report]:
         """Compiles `builds` and returns their reports in the same order. Raises BuildFailed or TimeoutError."""
-        return list(self._process.map(_compile, builds, timeout=timeout_s))
+        return list(self._process.map(_compile, builds, timeout=BUILD_TIMEOUT_S))
 
-    def aligned_parameters(self, kernel: str, timeout_s: float = 240) -> set[str]:
+    def aligned_parameters(self, kernel: str) -> set[str]:
         """The parameters of `kernel`, "module:function", whose divisibility makes another variant."""
-        return self._process.submit(_aligned_parameters, kernel).result(timeout_s)
+        return self._process.submit(_aligned_parameters, kernel).result(BUILD_TIMEOUT_S)
 
 
 def _leave_the_interpreter() -> None:
