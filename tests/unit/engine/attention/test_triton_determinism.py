@@ -3,8 +3,8 @@ interpreter multiplies with numpy, whose sums depend on the sizes of tiles, so t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from engine.attention.bits_trial import check_bits
-from engine.attention.interface import AttentionTables, AttentionUnavailable, LayerTraits, Queries
+from engine.attention.interface import AttentionUnavailable, LayerTraits, Queries
+from engine.attention.tables import ItemAttention
 from engine.attention.tiles import AttentionTiles, TileShape
 from engine.attention.triton_backend import TritonAttention
 from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings
+from tests.unit.engine.attention.chunked_sequences import ChunkedSequences
 from tests.unit.engine.attention.stage import DEVICE, Shape, make_stage, memory_of_nan
 
 pytestmark = pytest.mark.slow
@@ -113,91 +115,6 @@ class Heads:
     fp8: bool = False
 
 
-class Sequences:
-    """Queries, keys and values of all LENGTHS."""
-
-    def __init__(self, shape: Heads, traits: LayerTraits) -> None:
-        random = torch.Generator().manual_seed(shape.heads + shape.dim)
-        self.shape, self.traits = shape, traits
-        self.q = [self._draw(random, length, shape.heads) for length in LENGTHS]
-        self.kv = [self._draw(random, length, 2 * shape.kv_heads) for length in LENGTHS]
-
-    def _draw(self, random: torch.Generator, length: int, heads: int) -> Tensor:
-        return torch.randn(length, heads, self.shape.dim, generator=random).to(DEVICE, self.shape.dtype)
-
-    def attention(
-        self, page_size: int, num_pages: int, multiprocessors: int | None = None
-    ) -> TritonAttention:
-        shape = self.shape
-        settings = CacheSettings(page_size, num_pages, kv_dtype="fp8" if shape.fp8 else "auto")
-        layout = KVLayout(shape.kv_heads, shape.dim, (None,))
-        pool: KVPool = make_kv_pool(layout, settings, shape.dtype, DEVICE)
-        if not shape.fp8:
-            pool.full.kv_LJKSD.fill_(torch.nan)
-        tiles = None if ON_GPU else SMALL_TILES
-        return TritonAttention(pool, tiles, multiprocessors, deterministic=True)
-
-    def in_chunks(
-        self, random: np.random.Generator, page_size: int, most: int, multiprocessors: int | None
-    ) -> list[Tensor]:
-        """All of them, in steps of random chunks of at most `most` tokens, over scattered pages."""
-        each = -(-max(LENGTHS) // page_size)
-        pages_BM = random.permutation(each * len(LENGTHS)).astype(np.int32).reshape(len(LENGTHS), each)
-        attention = self.attention(page_size, pages_BM.size, multiprocessors)
-        outputs: list[list[Tensor]] = [[] for _ in LENGTHS]
-        done = [0] * len(LENGTHS)
-        while items := list(steps(done, most, random)):
-            counts = [count for _, _, count in items]
-            q_NHD = torch.cat([self.q[index][at : at + count] for index, at, count in items])
-            kv_NAD = torch.cat([self.kv[index][at : at + count] for index, at, count in items])
-            kv_NJKD = kv_NAD.view(len(kv_NAD), 2, self.shape.kv_heads, self.shape.dim)
-            step = attention.plan(tables(items, pages_BM, page_size))
-            for (index, _, count), rows_NA in zip(
-                items, step(0, q_NHD, kv_NJKD, self.traits).split(counts), strict=True
-            ):
-                outputs[index].append(rows_NA)
-                done[index] += count
-        return [torch.cat(each) for each in outputs]
-
-    def alone(self) -> list[Tensor]:
-        """Each sequence in one pass of its own."""
-        outputs = []
-        for index, length in enumerate(LENGTHS):
-            pages_BM = np.arange(-(-max(LENGTHS) // 16), dtype=np.int32)[None].repeat(len(LENGTHS), 0)
-            attention = self.attention(16, pages_BM.shape[1])
-            step = attention.plan(tables([(index, 0, length)], pages_BM, 16))
-            kv_NJKD = self.kv[index].view(length, 2, self.shape.kv_heads, self.shape.dim)
-            outputs.append(step(0, self.q[index], kv_NJKD, self.traits))
-        return outputs
-
-
-def tables(items: Sequence[tuple[int, int, int]], pages_BM: np.ndarray, page_size: int) -> AttentionTables:
-    """Of items (sequence, first token, tokens)."""
-    lens = [at + count for _, at, count in items]
-    slots = [
-        int(pages_BM[index, token // page_size]) * page_size + token % page_size
-        for index, at, count in items
-        for token in range(at, at + count)
-    ]
-    counts = [count for _, _, count in items]
-    starts = np.cumsum([0, *counts]).astype(np.int32)
-    return AttentionTables(
-        torch.from_numpy(starts).to(DEVICE),
-        torch.tensor(lens, dtype=torch.int32, device=DEVICE),
-        (torch.from_numpy(pages_BM[[index for index, _, _ in items]]).to(DEVICE),),
-        (torch.tensor(slots, device=DEVICE),),
-        max(counts),
-        max(lens),
-    )
-
-
-def steps(done: list[int], most: int, random: np.random.Generator) -> Iterator[tuple[int, int, int]]:
-    """The index, first token and number of tokens of each sequence that goes on in this step."""
-    for index, (at, length) in enumerate(zip(done, LENGTHS, strict=True)):
-        if at < length:
-            yield index, at, min(int(random.integers(1, most + 1)), length - at)
-
-
 HEADS = (
     (
         Heads(32, 8, 128, torch.bfloat16),
@@ -222,13 +139,24 @@ TRAITS = (
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 def test_a_query_has_the_same_bits_in_every_step(shape: Heads, traits: LayerTraits) -> None:
     random = np.random.default_rng(shape.dim)
-    sequences = Sequences(shape, replace(traits, sinks_H=torch.randn(shape.heads).to(DEVICE)))
-    expected = sequences.alone()
+    layout = KVLayout(shape.kv_heads, shape.dim, (None,))
+    traits = replace(traits, sinks_H=torch.randn(shape.heads).to(DEVICE))
+    sequences = ChunkedSequences(
+        LENGTHS, shape.heads, layout, traits, shape.dtype, DEVICE, "fp8" if shape.fp8 else "auto"
+    )
+
+    def make(pool: KVPool, multiprocessors: int | None = None) -> ItemAttention:
+        tiles = None if ON_GPU else SMALL_TILES
+        return ItemAttention(TritonAttention(pool, tiles, multiprocessors, deterministic=True), DEVICE)
+
+    expected = sequences.alone(make, 16)
     assert all(each.isfinite().all() for each in expected)
     for page_size, most, multiprocessors in ((1, 200, 3), (16, 30, None), (256, 700, 1))[
         : 3 if ON_GPU else 2
     ]:
-        got = sequences.in_chunks(random, page_size, most, multiprocessors)
+        got = sequences.in_chunks(
+            partial(make, multiprocessors=multiprocessors), page_size, most, random, max(LENGTHS)
+        )
         for length, one, other in zip(LENGTHS, got, expected, strict=True):
             where = f"pages of {page_size}, at most {most} tokens, sequence of {length}"
             if ON_GPU:
