@@ -23,6 +23,7 @@ from tests.unit.serving.local_service import (
     small_text,
 )
 from tests.unit.serving.replica_rig import VOCAB_SIZE
+from tests.unit.serving.sdk_clients import openai_at
 
 MOST = 5
 GREEDY: dict[str, Any] = {"model": MODEL.model_id, "temperature": 0, "max_output_tokens": MOST}
@@ -52,13 +53,9 @@ async def served_responses(directory: Path) -> AsyncIterator[Served]:
     async with (
         local_service(directory) as service,
         http_server(create_http_app(lambda: service)) as url,
-        client_at(url) as client,
+        openai_at(url) as client,
     ):
         yield Served(client, service)
-
-
-def client_at(url: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
 def expected(items: Sequence[dict[str, Any]], instructions: str | None = None) -> str:

@@ -1,13 +1,15 @@
-"""What several files of this folder are given: a service, a client without a network, an address, stored responses.
-Some files have a `served`, a `client` or a `url` of their own."""
+"""What several files of this folder are given: a service, its application, a client without a network, an address;
+stored responses. Some files have a `served` or a `client` of their own."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from serving.front.http import create_http_app
 from tests.unit.serving.local_service import LocalService, client_of, http_server, local_service
@@ -21,14 +23,25 @@ async def service(tmp_path: Path) -> AsyncIterator[LocalService]:
 
 
 @pytest.fixture
-async def client(service: LocalService) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(create_http_app(lambda: service, metrics=service.metrics)) as client:
+def app_options() -> dict[str, Any]:
+    """For create_http_app. A file that tests an application with options has its own."""
+    return {}
+
+
+@pytest.fixture
+def app(service: LocalService, app_options: dict[str, Any]) -> FastAPI:
+    return create_http_app(lambda: service, metrics=service.metrics, **app_options)
+
+
+@pytest.fixture
+async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(app) as client:
         yield client
 
 
 @pytest.fixture
-async def url(service: LocalService) -> AsyncIterator[str]:
-    async with http_server(create_http_app(lambda: service)) as url:
+async def url(app: FastAPI) -> AsyncIterator[str]:
+    async with http_server(app) as url:
         yield url
 
 

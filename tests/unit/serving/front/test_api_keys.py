@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -17,7 +16,7 @@ from serving.front.api.access import OPEN_PATHS
 from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from serving.front.http import create_http_app
 from serving.settings.strict_settings import SettingsError
-from tests.unit.serving.local_service import MODEL, LocalService, client_of, http_server, local_service
+from tests.unit.serving.local_service import MODEL, LocalService, client_of
 
 KEYS = ("first-key", "schlüssel")
 OPERATOR = "operators-key"
@@ -26,21 +25,8 @@ ASKED = {"model": MODEL.model_id, "prompt": [5], "max_tokens": 2}
 
 
 @pytest.fixture
-async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with (
-        local_service(tmp_path) as service,
-        client_of(create_http_app(lambda: service, keys=RING)) as client,
-    ):
-        yield client
-
-
-@pytest.fixture
-async def url(tmp_path: Path) -> AsyncIterator[str]:
-    async with (
-        local_service(tmp_path) as service,
-        http_server(create_http_app(lambda: service, keys=RING)) as url,
-    ):
-        yield url
+def app_options() -> dict[str, Any]:
+    return {"keys": RING}
 
 
 @pytest.mark.parametrize(

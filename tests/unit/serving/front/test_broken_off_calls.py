@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import anthropic
-import openai
 import pytest
 from msgspec.structs import replace
 
-from serving.front.http import create_http_app
 from serving.wire.turns import TurnFinish
-from tests.unit.serving.local_service import MODEL, http_server
+from tests.unit.serving.local_service import MODEL
+from tests.unit.serving.sdk_clients import anthropic_of, openai_of
 from tests.unit.serving.telling_service import TOOL, WEATHER, TellingService
 
 BROKEN_OFF = WEATHER.partition("rn")[0]
@@ -28,15 +25,8 @@ RESPONSES: dict[str, Any] = {
 }
 
 
-@asynccontextmanager
-async def server(*pieces: str, finish: TurnFinish = ENDS[0][0]) -> AsyncIterator[str]:
-    service = TellingService(*pieces, finish=finish)
-    async with http_server(create_http_app(lambda: service)) as url:
-        yield url
-
-
-def openai_client(url: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
+def telling(*pieces: str, finish: TurnFinish = ENDS[0][0]) -> TellingService:
+    return TellingService(*pieces, finish=finish)
 
 
 @pytest.mark.parametrize(("finish", "reason"), ENDS)
@@ -52,10 +42,7 @@ async def test_messages_do_not_ask_for_a_call_that_was_broken_off(
         ran.append(city)
         return "sunny"
 
-    async with (
-        server(before, *BROKEN_OFF, finish=finish) as url,
-        anthropic.AsyncAnthropic(base_url=url, api_key="none") as client,
-    ):
+    async with anthropic_of(telling(before, *BROKEN_OFF, finish=finish)) as client:
         asked = {**ASKED, "max_tokens": 50, "tools": [get_weather.to_dict()]}
         whole = await client.messages.create(**asked)
         async with client.messages.stream(**asked) as stream:
@@ -69,7 +56,7 @@ async def test_messages_do_not_ask_for_a_call_that_was_broken_off(
 
 @pytest.mark.parametrize(("finish", "_"), ENDS)
 async def test_chats_end_with_a_stop(finish: TurnFinish, _: str) -> None:
-    async with server(*BROKEN_OFF, finish=finish) as url, openai_client(url) as client:
+    async with openai_of(telling(*BROKEN_OFF, finish=finish)) as client:
         choice = (await client.chat.completions.create(**ASKED, tools=[TOOL])).choices[0]
         stream = await client.chat.completions.create(**ASKED, tools=[TOOL], stream=True)
         reasons = [chunk.choices[0].finish_reason async for chunk in stream]
@@ -78,7 +65,7 @@ async def test_chats_end_with_a_stop(finish: TurnFinish, _: str) -> None:
 
 
 async def test_an_item_of_a_response_is_incomplete() -> None:
-    async with server("Let me see.\n", WEATHER, "\n", *BROKEN_OFF) as url, openai_client(url) as client:
+    async with openai_of(telling("Let me see.\n", WEATHER, "\n", *BROKEN_OFF)) as client:
         whole = await client.responses.create(**RESPONSES)
         stream = await client.responses.create(**RESPONSES, stream=True)
         events = [event async for event in stream]
@@ -100,7 +87,7 @@ async def test_an_item_of_a_call_is_incomplete_whatever_follows_it(kind: str) ->
     service = TellingService(*calls, "<|channel|>final<|message|>I do not know.")
     service.model = replace(MODEL, tool_calls="gpt_oss", reasoning="gpt_oss")
     offered = {"type": "custom", "name": "get_weather"} if kind == "custom" else RESPONSES["tools"][0]
-    async with http_server(create_http_app(lambda: service)) as url, openai_client(url) as client:
+    async with openai_of(service) as client:
         response = await client.responses.create(**RESPONSES | {"tools": [offered]})
         stream = await client.responses.create(**RESPONSES | {"tools": [offered]}, stream=True)
         done = [each.item async for each in stream if each.type == "response.output_item.done"]
@@ -113,11 +100,8 @@ async def test_an_item_of_a_call_is_incomplete_whatever_follows_it(kind: str) ->
 async def test_a_whole_call_is_still_to_be_run() -> None:
     """Its end tag may be missing: some models forget it."""
     whole = WEATHER.removesuffix("\n</tool_call>")
-    async with (
-        server(*whole) as url,
-        anthropic.AsyncAnthropic(base_url=url, api_key="none") as client,
-        openai_client(url) as openai_sdk,
-    ):
+    service = telling(*whole)
+    async with anthropic_of(service) as client, openai_of(service) as openai_sdk:
         tools = [{"name": "get_weather", "input_schema": {"type": "object"}}]
         message = await client.messages.create(**ASKED, max_tokens=50, tools=tools)
         choice = (await openai_sdk.chat.completions.create(**ASKED, tools=[TOOL])).choices[0]

@@ -17,7 +17,8 @@ from serving.front.api.responses.item_pages import item_page
 from serving.front.http import create_http_app
 from tests.unit.serving.front.test_background_responses import SLOW_S, FrontEnd, front_ends
 from tests.unit.serving.local_service import LocalService, http_server
-from tests.unit.serving.responses_client import GREEDY, WEATHER, Served, client_at, expected, said, user
+from tests.unit.serving.responses_client import GREEDY, WEATHER, Served, expected, said, user
+from tests.unit.serving.sdk_clients import openai_at
 
 
 @pytest.fixture
@@ -110,7 +111,7 @@ async def test_it_survives_front_ends_and_moves(service: LocalService, streams: 
     items: list[dict[str, Any]] = []
     conversation_id = None
     for text in ("one", "two", "three"):
-        async with http_server(create_http_app(lambda: service)) as url, client_at(url) as client:
+        async with http_server(create_http_app(lambda: service)) as url, openai_at(url) as client:
             conversation_id = conversation_id or (await client.conversations.create()).id
             items.append(user(text))
             answer: Any = await client.responses.create(

@@ -13,9 +13,9 @@ import pytest
 from tests.unit.serving.operation_calls import OperationCalls
 from tests.unit.serving.served_service import ServedService, served_service
 
-CASES = 4
-"""How many valid and how many invalid calls of each operation a round makes. A round costs some 10 s of CPU time."""
-LONG_RUN_S = 20.0
+CASES = 3
+"""How many valid and how many invalid calls of each operation a round makes. A round costs some 9 s of CPU time."""
+LONG_RUN_S = 12.0
 GENERATING = {
     f"POST {path}"
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate")

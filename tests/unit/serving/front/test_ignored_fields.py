@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,8 +9,6 @@ import pytest
 
 from serving.front.api.ignored_fields import IGNORED_FIELDS, MOST_NAMED
 from serving.front.api.rules import ApiRules
-from serving.front.http import create_http_app
-from tests.unit.serving.local_service import client_of, local_service
 
 CHAT = "/v1/chat/completions"
 HELLO = {"role": "user", "content": "hi"}
@@ -20,12 +16,8 @@ LONG = "x" * 70_000
 
 
 @pytest.fixture
-async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with (
-        local_service(tmp_path) as service,
-        client_of(create_http_app(lambda: service, rules=ApiRules(ignore_unknown_fields=True))) as client,
-    ):
-        yield client
+def app_options() -> dict[str, Any]:
+    return {"rules": ApiRules(ignore_unknown_fields=True)}
 
 
 @pytest.mark.parametrize(

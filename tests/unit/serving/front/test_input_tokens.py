@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from serving.front.http import create_http_app
-from tests.unit.serving.local_service import MODEL, http_server, local_service
+from tests.unit.serving.local_service import MODEL
+from tests.unit.serving.sdk_clients import openai_at
 
 HELLO = {"role": "user", "content": "My dog is called Rex."}
 TOOL = {"type": "function", "name": "find_dog", "parameters": {"type": "object"}, "strict": False}
@@ -24,14 +23,8 @@ INPUTS: list[dict[str, Any]] = [
 
 
 @pytest.fixture
-async def url(tmp_path: Path) -> AsyncIterator[str]:
-    async with local_service(tmp_path) as service, http_server(create_http_app(lambda: service)) as url:
-        yield url
-
-
-@pytest.fixture
 async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    async with openai_at(url) as client:
         yield client
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -11,15 +9,8 @@ import httpx
 import pytest
 
 from serving.front.api.responses.items import MAX_ID_CHARS
-from tests.unit.serving.local_service import local_client
 
 CONVERSATIONS = "/v1/conversations"
-
-
-@pytest.fixture
-async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with local_client(tmp_path) as (client, _):
-        yield client
 
 
 def messages(*ids: str) -> list[dict[str, Any]]:

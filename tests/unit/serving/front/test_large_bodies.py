@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,6 @@ JSON = st.recursive(
     ),
     max_leaves=30,
 )
-
-
-@pytest.fixture
-async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with local_service(tmp_path) as service, client_of(create_http_app(lambda: service)) as client:
-        yield client
 
 
 def containers_in(value: Any) -> int:

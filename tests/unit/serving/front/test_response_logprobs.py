@@ -7,10 +7,10 @@ from typing import Any
 import openai
 import pytest
 
-from serving.front.http import create_http_app
 from serving.wire.turns import TurnFinish
-from tests.unit.serving.local_service import MODEL, http_server
-from tests.unit.serving.responses_client import GREEDY, MOST, WEATHER, Served, client_at
+from tests.unit.serving.local_service import MODEL
+from tests.unit.serving.responses_client import GREEDY, MOST, WEATHER, Served
+from tests.unit.serving.sdk_clients import openai_of
 from tests.unit.serving.telling_service import TellingService
 
 LOGPROBS = "message.output_text.logprobs"
@@ -80,7 +80,7 @@ async def test_a_stored_response_is_told_without_them(served: Served) -> None:
 )
 async def test_where_they_cannot_be_told_they_are_refused(fields: dict[str, Any], param: str) -> None:
     service = TellingService("Rex.")
-    async with http_server(create_http_app(lambda: service)) as url, client_at(url) as client:
+    async with openai_of(service) as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(
                 model=MODEL.model_id,
@@ -98,7 +98,7 @@ async def test_an_answer_that_says_nothing_is_an_empty_message(
 ) -> None:
     """Such an answer used to have no item, and so no id from which a client could go on."""
     service = TellingService(*pieces, finish=finish)
-    async with http_server(create_http_app(lambda: service)) as url, client_at(url) as client:
+    async with openai_of(service) as client:
         whole = await client.responses.create(model=MODEL.model_id, input="one", store=False)
         stream = await client.responses.create(model=MODEL.model_id, input="one", store=False, stream=True)
         last = [event async for event in stream][-1].response

@@ -11,13 +11,12 @@ import openai
 import pytest
 from msgspec.structs import replace
 
-from serving.front.http import create_http_app
 from serving.wire.turns import SamplingDefaults, SessionInfo, TurnFinish
 from tests.unit.serving.local_service import (
     MODEL,
-    http_server,
 )
-from tests.unit.serving.responses_client import GREEDY, MOST, WEATHER, Served, client_at, expected, said, user
+from tests.unit.serving.responses_client import GREEDY, MOST, WEATHER, Served, expected, said, user
+from tests.unit.serving.sdk_clients import openai_of
 from tests.unit.serving.telling_service import TellingService
 
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Applies a patch."}
@@ -292,7 +291,7 @@ async def test_an_answer_is_held_to_a_schema(served: Served) -> None:
 async def told(service: TellingService, **fields: Any) -> tuple[Any, list[Any]]:
     """The response with these words, whole and as events. Checks that both have the same output."""
     asked = {"model": MODEL.model_id, "input": "Weather?", "store": False, **fields}
-    async with http_server(create_http_app(lambda: service)) as url, client_at(url) as client:
+    async with openai_of(service) as client:
         whole = await client.responses.create(**asked)
         stream = await client.responses.create(**asked, stream=True)
         events = [event async for event in stream]

@@ -20,7 +20,8 @@ from serving.front.http import create_http_app
 from serving.wire.turns import ErrorInfo, ServiceError, SessionInfo, TurnCall, TurnEvent, TurnTranscript
 from tests.unit.serving.front.socket_client import RawSocket, opened
 from tests.unit.serving.local_service import LocalService, http_server, local_service
-from tests.unit.serving.responses_client import GREEDY, MOST, client_at, expected, said, user
+from tests.unit.serving.responses_client import GREEDY, MOST, expected, said, user
+from tests.unit.serving.sdk_clients import openai_at
 from tests.unit.serving.telling_service import TellingService
 
 WAIT_S = 20.0
@@ -78,7 +79,7 @@ async def url(service: LocalService) -> AsyncIterator[str]:
 
 @pytest.fixture
 async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with client_at(url) as client:
+    async with openai_at(url) as client:
         yield client
 
 

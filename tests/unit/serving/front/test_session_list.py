@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,8 +9,7 @@ import pytest
 
 from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from serving.front.api.sessions.routes import MOST_IN_PAGE
-from serving.front.http import create_http_app
-from tests.unit.serving.local_service import LocalService, client_of, local_service
+from tests.unit.serving.local_service import LocalService
 
 RING = KeyRing({API_KEYS: "acmes=acme,others=other,gateways", OPERATOR_KEYS: "operators"})
 SESSIONS = "/v1/kedge/sessions"
@@ -20,15 +17,16 @@ NAMES = ["a/b", "s1", "s10", "s2"]
 
 
 @pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[tuple[httpx.AsyncClient, LocalService]]:
-    async with (
-        local_service(tmp_path) as service,
-        client_of(create_http_app(lambda: service, keys=RING)) as client,
-    ):
-        for tenant in ("acme", "other", ""):
-            for name in reversed(NAMES):
-                await service.open_session(name, timeout_s=None, capacity_tokens=None, tenant=tenant)
-        yield client, service
+def app_options() -> dict[str, Any]:
+    return {"keys": RING}
+
+
+@pytest.fixture(autouse=True)
+async def opened(service: LocalService) -> None:
+    """Each tenant has sessions of these names."""
+    for tenant in ("acme", "other", ""):
+        for name in reversed(NAMES):
+            await service.open_session(name, timeout_s=None, capacity_tokens=None, tenant=tenant)
 
 
 async def pages(
@@ -48,10 +46,7 @@ async def pages(
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 100])
-async def test_a_tenants_pages_have_each_of_its_own_once(
-    served: tuple[httpx.AsyncClient, LocalService], limit: int
-) -> None:
-    client, _ = served
+async def test_a_tenants_pages_have_each_of_its_own_once(client: httpx.AsyncClient, limit: int) -> None:
     found = await pages(client, "acmes", limit)
     assert [name for page in found for name in page] == [("acme", name) for name in NAMES]
     assert [len(page) for page in found] == [min(limit, 4 - at) for at in range(0, 4, limit)], "none is empty"
@@ -61,10 +56,7 @@ async def test_a_tenants_pages_have_each_of_its_own_once(
 
 
 @pytest.mark.parametrize("limit", [1, 3, 5, 100])
-async def test_an_operators_pages_have_those_of_all_tenants(
-    served: tuple[httpx.AsyncClient, LocalService], limit: int
-) -> None:
-    client, _ = served
+async def test_an_operators_pages_have_those_of_all_tenants(client: httpx.AsyncClient, limit: int) -> None:
     found = await pages(client, "operators", limit)
     everything = [(tenant, name) for tenant in ("", "acme", "other") for name in NAMES]
     assert [name for page in found for name in page] == everything
@@ -74,9 +66,8 @@ async def test_an_operators_pages_have_those_of_all_tenants(
 
 @pytest.mark.parametrize("after", ["", "acme s1", "other a/b", "zzz", "other s2"])
 async def test_another_tenants_cursor_shows_nothing_of_its_sessions(
-    served: tuple[httpx.AsyncClient, LocalService], after: str
+    client: httpx.AsyncClient, after: str
 ) -> None:
-    client, _ = served
     reply = await client.get(SESSIONS, params={"after": after}, headers={"authorization": "Bearer acmes"})
     assert {each["tenant"] for each in reply.json()["sessions"]} <= {"acme"}
 
@@ -91,18 +82,16 @@ async def test_another_tenants_cursor_shows_nothing_of_its_sessions(
     ],
 )
 async def test_a_bad_page_is_refused_by_its_field(
-    served: tuple[httpx.AsyncClient, LocalService], params: dict[str, Any], field: str
+    client: httpx.AsyncClient, params: dict[str, Any], field: str
 ) -> None:
-    client, _ = served
     reply = await client.get(SESSIONS, params=params, headers={"authorization": "Bearer operators"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
 
 
 async def test_one_session_is_found_by_its_tenant_alone(
-    served: tuple[httpx.AsyncClient, LocalService],
+    client: httpx.AsyncClient,
 ) -> None:
     """A name that looks like another tenant's session key is just a name."""
-    client, _ = served
     for key, name, status in (
         ("acmes", "s1", 200),
         ("acmes", "a/b", 200),
@@ -118,10 +107,9 @@ async def test_one_session_is_found_by_its_tenant_alone(
 
 
 async def test_the_service_is_asked_for_one_more_than_the_page(
-    served: tuple[httpx.AsyncClient, LocalService], monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, service: LocalService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The service used to give its whole ledger, from which the page was cut."""
-    client, service = served
     asked: list[dict[str, Any]] = []
     sessions = service.sessions
 

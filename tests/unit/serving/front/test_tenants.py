@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,8 @@ FOR_OPERATORS = [
 
 
 @pytest.fixture
-async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with (
-        local_service(tmp_path) as service,
-        client_of(create_http_app(lambda: service, keys=RING)) as client,
-    ):
-        yield client
+def app_options() -> dict[str, Any]:
+    return {"keys": RING}
 
 
 def key(name: str, **headers: str) -> dict[str, str]:

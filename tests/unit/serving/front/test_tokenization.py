@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from serving.front.http import create_http_app
-from tests.unit.serving.local_service import MODEL, LocalService, client_of, local_service
+from tests.unit.serving.local_service import MODEL, LocalService
 from tests.unit.serving.replica_rig import WAIT_S
 
 HELLO = [{"role": "user", "content": "My dog is called Rex."}]
-
-
-@pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[LocalService]:
-    async with local_service(tmp_path) as service:
-        yield service
-
-
-@pytest.fixture
-async def client(service: LocalService) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(create_http_app(lambda: service)) as client:
-        yield client
 
 
 async def post(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:

@@ -6,16 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 from msgspec.structs import replace
 
-from serving.front.http import create_http_app
 from serving.text.text import TextProcessor
 from serving.wire.turns import ChatPrompt
-from tests.unit.serving.local_service import MODEL, LocalService, http_server
+from tests.unit.serving.local_service import MODEL, LocalService
 from tests.unit.serving.replica_rig import running_rig
+from tests.unit.serving.sdk_clients import anthropic_of, openai_of
 from tests.unit.serving.small_tokenizer import CHATML, byte_level_tokenizer
 from tests.unit.serving.telling_service import CHAT, TOOL, WEATHER, TellingService
 from tests.unit.serving.text.test_thoughts import OPENS
@@ -40,10 +38,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("pieces", [(WORDS,), tuple(WORDS)], ids=["whole", "characters"])
 async def test_chats_tell_it_beside_the_content(pieces: tuple[str, ...]) -> None:
     service = Thinking(*pieces)
-    async with (
-        http_server(create_http_app(lambda: service)) as url,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
-    ):
+    async with openai_of(service) as client:
         whole = await client.chat.completions.create(**chat())
         message = whole.choices[0].message
         assert (message.reasoning_content, message.content) == (THOUGHT, SAID)
@@ -56,10 +51,7 @@ async def test_chats_tell_it_beside_the_content(pieces: tuple[str, ...]) -> None
 
 async def test_calls_are_found_behind_it() -> None:
     service = Thinking(f"<think>\nI call.\n</think>\n\n{WEATHER}")
-    async with (
-        http_server(create_http_app(lambda: service)) as url,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
-    ):
+    async with openai_of(service) as client:
         reply = await client.chat.completions.create(**chat(tools=[TOOL]))
     message = reply.choices[0].message
     assert (message.reasoning_content, message.content) == ("I call.", None)
@@ -68,10 +60,7 @@ async def test_calls_are_found_behind_it() -> None:
 
 async def test_an_answer_that_is_held_to_something_has_none() -> None:
     service = Thinking('{"a": 1}')
-    async with (
-        http_server(create_http_app(lambda: service)) as url,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
-    ):
+    async with openai_of(service) as client:
         reply = await client.chat.completions.create(**chat(response_format={"type": "json_object"}))
     assert json.loads(reply.choices[0].message.content) == {"a": 1}
 
@@ -79,10 +68,7 @@ async def test_an_answer_that_is_held_to_something_has_none() -> None:
 async def test_messages_have_it_in_blocks() -> None:
     service = Thinking(*WORDS)
     asked: dict[str, Any] = chat(max_tokens=50)
-    async with (
-        http_server(create_http_app(lambda: service)) as url,
-        anthropic.AsyncAnthropic(base_url=url, api_key="none") as client,
-    ):
+    async with anthropic_of(service) as client:
         whole = await client.messages.create(**asked)
         async with client.messages.stream(**asked) as stream:
             final = await stream.get_final_message()
@@ -99,10 +85,7 @@ async def test_responses_have_it_as_items() -> None:
         "store": False,
         "include": ["reasoning.encrypted_content"],
     }
-    async with (
-        http_server(create_http_app(lambda: service)) as url,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
-    ):
+    async with openai_of(service) as client:
         whole = await client.responses.create(**asked)
         stream = await client.responses.create(**asked, stream=True)
         events = [event async for event in stream]
@@ -123,10 +106,7 @@ async def test_responses_have_it_as_items() -> None:
 async def test_chats_take_it_back(name: str) -> None:
     service = Thinking(SAID)
     told = {"role": "assistant", "content": SAID, name: THOUGHT}
-    async with (
-        http_server(create_http_app(lambda: service)) as url,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
-    ):
+    async with openai_of(service) as client:
         await client.post(CHAT.removeprefix("/v1"), body=chat(messages=[told]), cast_to=object)
     prompt = service.calls[0].prompt
     assert isinstance(prompt, ChatPrompt)
@@ -142,10 +122,7 @@ async def test_a_thought_that_the_prompt_has_begun_is_one(tmp_path: Path) -> Non
 
     async with running_rig(tmp_path, text=text) as rig:
         service = Serving(rig)
-        async with (
-            http_server(create_http_app(lambda: service)) as url,
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
-        ):
+        async with openai_of(service) as client:
             reply = await client.chat.completions.create(**chat(max_tokens=5, temperature=0))
             message = reply.choices[0].message
             assert message.reasoning_content
@@ -163,10 +140,7 @@ async def test_messages_think_only_if_they_are_asked_to(tmp_path: Path) -> None:
     text = TextProcessor(byte_level_tokenizer(SWITCHED), vocab_size=1000, max_context_len=512)
     async with running_rig(tmp_path, text=text) as rig:
         service = LocalService(rig)
-        async with (
-            http_server(create_http_app(lambda: service)) as url,
-            anthropic.AsyncAnthropic(base_url=url, api_key="none") as client,
-        ):
+        async with anthropic_of(service) as client:
 
             async def num_tokens(**fields: Any) -> int:
                 usage = (await client.messages.create(**chat(max_tokens=1, **fields))).usage

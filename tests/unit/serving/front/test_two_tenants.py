@@ -10,7 +10,6 @@ import logging
 import os
 import random
 import uuid
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ import pytest
 
 from controllers.session_keys import session_key
 from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
-from serving.front.http import create_http_app
-from tests.unit.serving.local_service import LocalService, client_of, local_service
+from tests.unit.serving.local_service import LocalService
 
 CALLS = int(os.environ.get("KEDGE_FUZZ_CALLS", "600"))
 OTHER = {"acme": "umbrella", "umbrella": "acme"}
@@ -122,12 +120,8 @@ def some_call(tenant: Tenant, session_id: str) -> Call:
 
 
 @pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[tuple[httpx.AsyncClient, LocalService]]:
-    async with (
-        local_service(tmp_path) as service,
-        client_of(create_http_app(lambda: service, keys=RING)) as client,
-    ):
-        yield client, service
+def app_options() -> dict[str, Any]:
+    return {"keys": RING}
 
 
 def state_of(service: LocalService, tenant: str) -> list[Any]:
@@ -141,10 +135,12 @@ def state_of(service: LocalService, tenant: str) -> list[Any]:
 
 @pytest.mark.slow
 async def test_two_tenants_know_nothing_of_each_other(
-    served: tuple[httpx.AsyncClient, LocalService], caplog: pytest.LogCaptureFixture, tmp_path: Path
+    client: httpx.AsyncClient,
+    service: LocalService,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
     caplog.set_level(logging.INFO)
-    client, service = served
     seed = random.randrange(2**31)
     print(f"seed {seed}")  # noqa: T201
     rng = random.Random(seed)
