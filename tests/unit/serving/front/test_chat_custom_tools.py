@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +18,7 @@ from serving.front.api.reply_json import reply_json
 from serving.front.http import create_http_app
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import TurnCall, TurnEvent, TurnFinish
-from tests.unit.serving.local_service import LocalService, client_of, local_client
+from tests.unit.serving.local_service import LocalService, client_of
 from tests.unit.serving.telling_service import STOP, TellingService
 from tests.unit.serving.tool_texts import cut
 
@@ -128,7 +127,9 @@ def test_however_its_arguments_are_cut_the_text_is_the_same(text: str, places: l
     assert "".join(json.loads(reply_json(call))["custom"]["input"] for call in told) == shown
 
 
-async def test_the_model_has_it_as_a_function_and_reads_its_calls_again(tmp_path: Path) -> None:
+async def test_the_model_has_it_as_a_function_and_reads_its_calls_again(
+    client: httpx.AsyncClient, service: LocalService
+) -> None:
     grammar = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[a-z]+"}}
     tool = {"type": "custom", "custom": {**NOTE["custom"], "format": grammar}}  # type: ignore[dict-item]
     called = {"id": "c1", "type": "custom", "custom": {"name": "note", "input": TEXT}}
@@ -137,21 +138,20 @@ async def test_the_model_has_it_as_a_function_and_reads_its_calls_again(tmp_path
         {"role": "assistant", "tool_calls": [called]},
         {"role": "tool", "tool_call_id": "c1", "content": "kept"},
     ]
-    async with local_client(tmp_path) as (client, service):
-        body = {"messages": messages, "tools": [tool], "max_tokens": 1}
-        reply = await client.post(CHAT, json=body)
-        assert reply.status_code == 200, reply.text
-        prompt = service.calls[-1].prompt
-        (shown,) = prompt.tools  # type: ignore[union-attr]
-        assert shown["function"]["parameters"]["required"] == ["input"]
-        assert shown["function"]["description"].startswith("Keeps a text.")
-        assert "[a-z]+" in shown["function"]["description"]
-        (told,) = prompt.messages[1]["tool_calls"]  # type: ignore[union-attr]
-        assert told == {
-            "id": "c1",
-            "type": "function",
-            "function": {"name": "note", "arguments": {"input": TEXT}},
-        }
+    body = {"messages": messages, "tools": [tool], "max_tokens": 1}
+    reply = await client.post(CHAT, json=body)
+    assert reply.status_code == 200, reply.text
+    prompt = service.calls[-1].prompt
+    (shown,) = prompt.tools  # type: ignore[union-attr]
+    assert shown["function"]["parameters"]["required"] == ["input"]
+    assert shown["function"]["description"].startswith("Keeps a text.")
+    assert "[a-z]+" in shown["function"]["description"]
+    (told,) = prompt.messages[1]["tool_calls"]  # type: ignore[union-attr]
+    assert told == {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "note", "arguments": {"input": TEXT}},
+    }
 
 
 @pytest.mark.parametrize(

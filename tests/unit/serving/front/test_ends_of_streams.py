@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from fastapi import FastAPI
 
-from serving.front.http import create_http_app
-from tests.unit.serving.front.streamed_requests import STREAMED
-from tests.unit.serving.local_service import MODEL, http_server, local_service
+from tests.unit.serving.front.streamed_requests import STREAMED, streamed
 
 ENDS: dict[str, tuple[bytes, bytes]] = {
     "/generate": (b'"finish_reason":{"type":"length"', b"data: [DONE]\n\n"),
@@ -22,21 +19,9 @@ ENDS: dict[str, tuple[bytes, bytes]] = {
 
 
 @pytest.mark.parametrize("path", STREAMED)
-async def test_the_last_event_and_the_end_are_one_write(tmp_path: Path, path: str) -> None:
+async def test_the_last_event_and_the_end_are_one_write(app: FastAPI, path: str) -> None:
     sent: list[dict[str, Any]] = []
-    body = STREAMED[path] | {"stream": True} | ({} if path == "/generate" else {"model": MODEL.model_id})
-    async with local_service(tmp_path) as service:
-        app = create_http_app(lambda: service)
-
-        async def noted(scope: Any, receive: Any, send: Any) -> None:
-            async def note(message: Any) -> None:
-                sent.append(message)
-                await send(message)
-
-            await app(scope, receive, note)
-
-        async with http_server(noted) as url, httpx.AsyncClient(base_url=url) as client:
-            reply = await client.post(path, json=body)
+    reply = await streamed(app, path, sent.append)
     written = [message for message in sent if message["type"] == "http.response.body"]
     assert b"".join(message["body"] for message in written) == reply.content
     assert [message["more_body"] for message in written] == [True] * (len(written) - 1) + [False]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,7 +20,7 @@ from serving.front.http import create_http_app
 from serving.text.answer_pieces import Thought
 from serving.wire.turns import TurnFinish
 from tests.unit.serving.front.test_bad_bodies import json_values
-from tests.unit.serving.local_service import LocalService, client_of, local_client
+from tests.unit.serving.local_service import LocalService, client_of
 from tests.unit.serving.telling_service import TellingService
 
 PATH = "/v1/messages"
@@ -81,7 +80,7 @@ def test_what_templates_are_given() -> None:
     ],
 )
 async def test_a_call_with_an_integer_that_does_not_travel_is_told_as_text(
-    tmp_path: Path, sent: dict[str, Any]
+    client: httpx.AsyncClient, sent: dict[str, Any]
 ) -> None:
     """A model may write integers of any size. The conversation could not go on after one of more than 64 bits."""
     call = {"type": "tool_use", "id": "c-1", "name": "f", "input": sent}
@@ -89,13 +88,12 @@ async def test_a_call_with_an_integer_that_does_not_travel_is_told_as_text(
     messages = [HELLO, assistant(call), user(result)]
     (told,) = (message for message in rendered(messages=messages) if message["role"] == "assistant")
     assert json.loads(told["tool_calls"][0]["function"]["arguments"]) == call["input"]
-    async with local_client(tmp_path) as (client, _):
-        reply = await client.post(PATH, json={**GOOD, "messages": messages})
-        assert reply.status_code == 200, reply.text
-        elsewhere = [
-            {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"x": 10**30}}]}
-        ]
-        assert (await client.post(PATH, json={**GOOD, "messages": elsewhere})).status_code == 400
+    reply = await client.post(PATH, json={**GOOD, "messages": messages})
+    assert reply.status_code == 200, reply.text
+    elsewhere = [
+        {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"x": 10**30}}]}
+    ]
+    assert (await client.post(PATH, json={**GOOD, "messages": elsewhere})).status_code == 400
 
 
 def test_instructions_for_one_turn_are_gone_in_the_next() -> None:
@@ -164,7 +162,7 @@ async def test_a_turn_that_is_aborted_is_an_error() -> None:
     assert json.loads(told.partition("data: ")[2])["error"]["message"]
 
 
-async def test_what_claude_code_sends_is_taken(tmp_path: Path) -> None:
+async def test_what_claude_code_sends_is_taken(client: httpx.AsyncClient) -> None:
     body = {
         **GOOD,
         "max_tokens": 32000,
@@ -180,13 +178,12 @@ async def test_what_claude_code_sends_is_taken(tmp_path: Path) -> None:
         "output_config": {"effort": "high"},
     }
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "effort-2025-11-24,claude-code-20250219"}
-    async with local_client(tmp_path) as (client, _):
-        reply = await client.post(f"{PATH}?beta=true", json=body, headers=headers)
-        assert reply.status_code == 200, reply.text
-        assert reply.json()["context_management"] == {"applied_edits": []}
-        body = {name: value for name, value in body.items() if name not in ("max_tokens", "metadata")}
-        reply = await client.post(f"{PATH}/count_tokens?beta=true", json=body, headers=headers)
-        assert reply.json()["input_tokens"] > 2
+    reply = await client.post(f"{PATH}?beta=true", json=body, headers=headers)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["context_management"] == {"applied_edits": []}
+    body = {name: value for name, value in body.items() if name not in ("max_tokens", "metadata")}
+    reply = await client.post(f"{PATH}/count_tokens?beta=true", json=body, headers=headers)
+    assert reply.json()["input_tokens"] > 2
 
 
 async def test_no_tokens_are_only_a_prompt(client: httpx.AsyncClient) -> None:
@@ -290,7 +287,7 @@ async def test_no_body_makes_a_server_error(client: httpx.AsyncClient, service: 
     seed_used = random.SystemRandom().randrange(2**32)
 
     @seed(seed_used)
-    @settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(bodies())
     def gather(example: dict[str, Any]) -> None:
         examples.append(example)

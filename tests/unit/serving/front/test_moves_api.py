@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.unit.serving.local_service import local_client
+from tests.unit.serving.local_service import LocalService
 from tests.unit.serving.replica_rig import REPLICA_ID
 
 SESSIONS = "/v1/kedge/sessions"
 TURN = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 
 
-async def test_it_says_where_the_session_is(tmp_path: Path) -> None:
-    async with local_client(tmp_path) as (client, _):
-        await client.post(SESSIONS, json={"session_id": "a/b"})
-        reply = await client.post(f"{SESSIONS}/a%2Fb/move", json={"to": REPLICA_ID})
+async def test_it_says_where_the_session_is(client: httpx.AsyncClient) -> None:
+    await client.post(SESSIONS, json={"session_id": "a/b"})
+    reply = await client.post(f"{SESSIONS}/a%2Fb/move", json={"to": REPLICA_ID})
     assert (reply.status_code, reply.json()) == (
         200,
         {"session_id": "a/b", "from": REPLICA_ID, "to": REPLICA_ID, "epoch": 1, "moved": False},
@@ -38,25 +37,26 @@ async def test_it_says_where_the_session_is(tmp_path: Path) -> None:
     ],
 )
 async def test_what_cannot_be_is_named(
-    tmp_path: Path, session_id: str, body: dict[str, Any], status: int, code: str | None, param: str | None
+    client: httpx.AsyncClient,
+    session_id: str,
+    body: dict[str, Any],
+    status: int,
+    code: str | None,
+    param: str | None,
 ) -> None:
-    async with local_client(tmp_path) as (client, _):
-        await client.post(SESSIONS, json={"session_id": "s"})
-        reply = await client.post(f"{SESSIONS}/{session_id}/move", json=body)
+    await client.post(SESSIONS, json={"session_id": "s"})
+    reply = await client.post(f"{SESSIONS}/{session_id}/move", json=body)
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (status, param), error
     assert code is None or error["code"] == code
     assert ("retry-after" in reply.headers) == (status == 503)
 
 
-async def test_a_turn_in_flight_keeps_it(tmp_path: Path) -> None:
-    async with local_client(tmp_path) as (client, service):
-        service.rig.runner.hold()
-        turn = asyncio.create_task(
-            client.post("/v1/chat/completions", json=TURN, headers={"x-session-id": "s"})
-        )
-        await service.rig.runner.held()
-        reply = await client.post(f"{SESSIONS}/s/move", json={"to": REPLICA_ID})
-        service.rig.runner.go_on()
-        assert (await turn).status_code == 200
+async def test_a_turn_in_flight_keeps_it(client: httpx.AsyncClient, service: LocalService) -> None:
+    service.rig.runner.hold()
+    turn = asyncio.create_task(client.post("/v1/chat/completions", json=TURN, headers={"x-session-id": "s"}))
+    await service.rig.runner.held()
+    reply = await client.post(f"{SESSIONS}/s/move", json={"to": REPLICA_ID})
+    service.rig.runner.go_on()
+    assert (await turn).status_code == 200
     assert (reply.status_code, reply.json()["error"]["code"]) == (409, "turn_in_flight")

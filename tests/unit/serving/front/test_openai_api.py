@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +15,7 @@ from serving.front.api.openai.replies import stop_fields
 from serving.front.api.reply_json import or_unset
 from serving.wire.turns import ChatPrompt, TurnFinish
 from tests.unit.engine.null_runner import null_generate
-from tests.unit.serving.local_service import MODEL, LocalService, local_client, shown_text, small_text
+from tests.unit.serving.local_service import MODEL, LocalService, shown_text, small_text
 from tests.unit.serving.replica_rig import VOCAB_SIZE
 
 CHAT = "/v1/chat/completions"
@@ -61,13 +60,12 @@ async def test_chat(client: httpx.AsyncClient, service: LocalService) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_streaming_tells_the_same_as_a_whole_reply(tmp_path: Path, path: str) -> None:
+async def test_streaming_tells_the_same_as_a_whole_reply(client: httpx.AsyncClient, path: str) -> None:
     prompt = {"messages": [HELLO]} if path == CHAT else {"prompt": "My dog"}
-    async with local_client(tmp_path) as (client, _):
-        body = {**prompt, **GREEDY, "max_tokens": 20, "logprobs": True if path == CHAT else 2}
-        whole = await post(client, path, body)
-        options = {"stream": True, "stream_options": {"include_usage": True}}
-        chunks = events_of(await client.post(path, json={**body, **options}))
+    body = {**prompt, **GREEDY, "max_tokens": 20, "logprobs": True if path == CHAT else 2}
+    whole = await post(client, path, body)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = events_of(await client.post(path, json={**body, **options}))
     *news, usage = chunks
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
@@ -88,31 +86,29 @@ async def test_streaming_tells_the_same_as_a_whole_reply(tmp_path: Path, path: s
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_usage_in_every_chunk(tmp_path: Path, path: str) -> None:
+async def test_usage_in_every_chunk(client: httpx.AsyncClient, path: str) -> None:
     prompt = {"messages": [HELLO]} if path == CHAT else {"prompt": "My dog"}
-    async with local_client(tmp_path) as (client, _):
-        options = {"include_usage": True, "continuous_usage_stats": True}
-        logprobs = True if path == CHAT else 1
-        body = {**prompt, **GREEDY, "stream": True, "stream_options": options, "logprobs": logprobs}
-        chunks = events_of(await client.post(path, json=body))
-        told = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-        assert told == sorted(told)
-        assert (told[0] > 0, told[-1]) == (True, GREEDY["max_tokens"])
-        del options["include_usage"]
-        chunks = events_of(await client.post(path, json=body))
-        assert not any("usage" in chunk for chunk in chunks), "vLLM asks for both"
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    logprobs = True if path == CHAT else 1
+    body = {**prompt, **GREEDY, "stream": True, "stream_options": options, "logprobs": logprobs}
+    chunks = events_of(await client.post(path, json=body))
+    told = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert told == sorted(told)
+    assert (told[0] > 0, told[-1]) == (True, GREEDY["max_tokens"])
+    del options["include_usage"]
+    chunks = events_of(await client.post(path, json=body))
+    assert not any("usage" in chunk for chunk in chunks), "vLLM asks for both"
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_hints_change_nothing(tmp_path: Path, path: str) -> None:
+async def test_hints_change_nothing(client: httpx.AsyncClient, path: str) -> None:
     prompt = {"messages": [HELLO]} if path == CHAT else {"prompt": "My dog"}
     hints: dict[str, Any] = {"store": True, "prompt_cache_retention": "24h", "service_tier": "flex"}
     hints |= {"metadata": {"a": "b"}, "prompt_cache_options": {"mode": "implicit", "ttl": "30m"}}
     if path == CHAT:
         hints["verbosity"] = "low"
-    async with local_client(tmp_path) as (client, _):
-        hinted = await post(client, path, {**prompt, **GREEDY, **hints})
-        assert hinted["choices"] == (await post(client, path, {**prompt, **GREEDY}))["choices"]
+    hinted = await post(client, path, {**prompt, **GREEDY, **hints})
+    assert hinted["choices"] == (await post(client, path, {**prompt, **GREEDY}))["choices"]
 
 
 async def test_the_template_is_told_how_hard_to_think(
@@ -192,13 +188,12 @@ async def test_text_completions_may_say_which_turn_they_are_to_be(client: httpx.
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/messages"])
-async def test_a_turn_s_number_needs_a_session(tmp_path: Path, path: str) -> None:
+async def test_a_turn_s_number_needs_a_session(client: httpx.AsyncClient, path: str) -> None:
     """The header used to be ignored, and the request was answered."""
     said = {"prompt": "hi"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "hi"}]}
-    async with local_client(tmp_path) as (client, _):
-        body = {"model": MODEL.model_id, "max_tokens": 1, **said}
-        reply = await client.post(path, json=body, headers={"x-session-turn": "9"})
-        assert (reply.status_code, "x-session-turn" in reply.text) == (400, True)
+    body = {"model": MODEL.model_id, "max_tokens": 1, **said}
+    reply = await client.post(path, json=body, headers={"x-session-turn": "9"})
+    assert (reply.status_code, "x-session-turn" in reply.text) == (400, True)
 
 
 async def test_refused_turns_name_what_named_the_session(

@@ -15,7 +15,7 @@ from serving.text.chat_template import ChatTemplate
 from serving.text.text import TextProcessor
 from serving.wire.turns import ChatPrompt
 from tests.unit.serving.front.test_whole_conversations import RULES, answer, ask, cached, sent, user
-from tests.unit.serving.local_service import MODEL, LocalService, client_of, local_client
+from tests.unit.serving.local_service import MODEL, LocalService, client_of
 from tests.unit.serving.replica_rig import VOCAB_SIZE, running_rig
 from tests.unit.serving.small_tokenizer import CHATML, byte_level_tokenizer
 
@@ -83,7 +83,7 @@ async def test_text_turns_and_answers_are_read_back(client: httpx.AsyncClient) -
 
 
 async def test_a_session_that_has_moved_is_still_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, service: LocalService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next owner renders only what is new and recognizes the history in a conversation that is sent whole. Its fork
     does so, too."""
@@ -95,25 +95,24 @@ async def test_a_session_that_has_moved_is_still_whole(
         rendered.append(len(text))
         return text
 
-    async with local_client(tmp_path) as (client, service):
-        messages = [RULES]
-        costs = []
-        for turn in range(8):
-            messages.append(user(f"question {turn}"))
-            if turn in (3, 6):
-                await let_go(service)
-            with monkeypatch.context() as patch:
-                patch.setattr(ChatTemplate, "_render", counted)
-                rendered.clear()
-                reply = await sent(client, messages, "named")
-                costs.append(sum(rendered))
-            assert reply.status_code == 200, reply.text
-            messages.append(answer(reply.json()))
-        assert max(costs[2:]) < 1.5 * min(costs[2:]), costs
-        await let_go(service)
-        # Only the first question again. This client always sends the whole conversation, so the session goes back to
-        # there.
-        await ask(client, messages[:2], "named")
+    messages = [RULES]
+    costs = []
+    for turn in range(8):
+        messages.append(user(f"question {turn}"))
+        if turn in (3, 6):
+            await let_go(service)
+        with monkeypatch.context() as patch:
+            patch.setattr(ChatTemplate, "_render", counted)
+            rendered.clear()
+            reply = await sent(client, messages, "named")
+            costs.append(sum(rendered))
+        assert reply.status_code == 200, reply.text
+        messages.append(answer(reply.json()))
+    assert max(costs[2:]) < 1.5 * min(costs[2:]), costs
+    await let_go(service)
+    # Only the first question again. This client always sends the whole conversation, so the session goes back to
+    # there.
+    await ask(client, messages[:2], "named")
 
 
 async def test_a_fork_by_turn_has_what_was_said_until_then(client: httpx.AsyncClient) -> None:
@@ -196,16 +195,17 @@ async def test_what_a_note_said_is_forgotten_and_the_session_goes_on(
 
 
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1])
-async def test_an_integer_that_does_not_travel_is_refused_by_name(tmp_path: Path, number: int) -> None:
+async def test_an_integer_that_does_not_travel_is_refused_by_name(
+    client: httpx.AsyncClient, number: int
+) -> None:
     """The call to a replica could not be encoded, which used to be a 500."""
     function = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"maximum": number}}}}
     body = {"messages": [user("hi 1234567890123456789012")], "max_tokens": 1}
-    async with local_client(tmp_path) as (client, _):
-        tools = [{"type": "function", "function": function}]
-        reply = await client.post("/v1/chat/completions", json=body | {"tools": tools})
-        assert reply.status_code == 400, reply.text
-        assert reply.json()["error"]["param"].endswith("x.maximum")
-        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    tools = [{"type": "function", "function": function}]
+    reply = await client.post("/v1/chat/completions", json=body | {"tools": tools})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"].endswith("x.maximum")
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ async def test_an_integer_that_does_not_travel_is_refused_by_name(tmp_path: Path
     ],
 )
 async def test_arguments_with_an_integer_that_does_not_travel_stay_text(
-    tmp_path: Path, arguments: str
+    client: httpx.AsyncClient, service: LocalService, arguments: str
 ) -> None:
     """A model may write integers of any size in a call, and in any shape, such as that of a body of Anthropic's. Every
     later turn of the conversation used to be a 500."""
@@ -228,14 +228,13 @@ async def test_arguments_with_an_integer_that_does_not_travel_stay_text(
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments},
         {"type": "function_call_output", "call_id": "c", "output": "sent"},
     ]
-    async with local_client(tmp_path) as (client, service):
-        reply = await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
-        assert reply.status_code == 200, reply.text
-        assert isinstance(service.calls[-1].prompt, ChatPrompt)
-        (told,) = service.calls[-1].prompt.messages[1]["tool_calls"]
-        assert told["function"]["arguments"] == arguments
-        reply = await client.post("/v1/responses", json={"input": items, "max_output_tokens": 16})
-        assert reply.status_code == 200, reply.text
+    reply = await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert reply.status_code == 200, reply.text
+    assert isinstance(service.calls[-1].prompt, ChatPrompt)
+    (told,) = service.calls[-1].prompt.messages[1]["tool_calls"]
+    assert told["function"]["arguments"] == arguments
+    reply = await client.post("/v1/responses", json={"input": items, "max_output_tokens": 16})
+    assert reply.status_code == 200, reply.text
 
 
 async def test_an_answer_that_is_opened_otherwise_later_takes_no_words_along(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,7 +19,7 @@ from serving.front.api.turn_streams import TurnPlan
 from serving.front.http import create_http_app
 from serving.wire.turns import TokenPrompt, TurnCall, TurnEvent, TurnFinish
 from tests.unit.engine.null_runner import null_generate
-from tests.unit.serving.local_service import LocalService, client_of, local_client, local_service, shown_text
+from tests.unit.serving.local_service import LocalService, client_of, shown_text
 from tests.unit.serving.replica_rig import VOCAB_SIZE
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
@@ -97,14 +96,13 @@ async def test_logprobs(client: httpx.AsyncClient) -> None:
     assert "output_token_logprobs" not in (await generate(client, input_ids=[5]))["meta_info"]
 
 
-async def test_incremental_streams_tell_what_is_new(tmp_path: Path) -> None:
+async def test_incremental_streams_tell_what_is_new(service: LocalService) -> None:
     """Each event used to repeat all text before it: 400 tokens took 276 kB."""
     body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY, "return_logprob": True, "logprob_start_len": 0}
-    async with local_service(tmp_path) as service:
-        app = create_http_app(lambda: service, rules=ApiRules(incremental_streaming_output=True))
-        async with client_of(app) as client:
-            whole = (await client.post("/generate", json=body)).json()
-            stream = (await client.post("/generate", json={**body, "stream": True})).text
+    app = create_http_app(lambda: service, rules=ApiRules(incremental_streaming_output=True))
+    async with client_of(app) as client:
+        whole = (await client.post("/generate", json=body)).json()
+        stream = (await client.post("/generate", json={**body, "stream": True})).text
     *events, done = [line.removeprefix("data: ") for line in stream.split("\n\n") if line]
     assert done == "[DONE]"
     told = [json.loads(event) for event in events]
@@ -175,7 +173,7 @@ async def test_a_turn_may_only_take_in_its_input(client: httpx.AsyncClient) -> N
     assert reply["meta_info"]["cached_tokens"] in (2, 3)
 
 
-async def test_sglangs_load_client_is_served(tmp_path: Path) -> None:
+async def test_sglangs_load_client_is_served(client: httpx.AsyncClient) -> None:
     """Its `bench_serving` names some fields in order to ask for nothing."""
     body = {
         "text": "dog",
@@ -186,10 +184,9 @@ async def test_sglangs_load_client_is_served(tmp_path: Path) -> None:
         "return_routed_experts": False,
         "logprob_start_len": -1,
     }
-    async with local_client(tmp_path) as (client, _):
-        assert (await generate(client, **body))["meta_info"]["completion_tokens"] == 6
-        error = await refused(client, "/generate", **(body | {"return_routed_experts": True}))
-        assert (error["param"], error["code"]) == ("return_routed_experts", "unsupported_field")
+    assert (await generate(client, **body))["meta_info"]["completion_tokens"] == 6
+    error = await refused(client, "/generate", **(body | {"return_routed_experts": True}))
+    assert (error["param"], error["code"]) == ("return_routed_experts", "unsupported_field")
 
 
 async def test_batches(client: httpx.AsyncClient) -> None:
@@ -210,20 +207,21 @@ async def test_batches(client: httpx.AsyncClient) -> None:
     assert [last[i]["output_ids"] for i in range(2)] == expected
 
 
-async def test_prompts_of_a_batch_may_have_their_own_sampling(tmp_path: Path) -> None:
+async def test_prompts_of_a_batch_may_have_their_own_sampling(
+    client: httpx.AsyncClient, service: LocalService
+) -> None:
     own = [
         {**GREEDY, "seed": 5},
         {"temperature": 0, "max_new_tokens": 3, "stop": ["ab"], "no_stop_trim": True},
     ]
-    async with local_client(tmp_path) as (client, service):
-        replies = await generate(client, input_ids=[[5, 6, 7], [8]], sampling_params=own)
-        assert [len(reply["output_ids"]) for reply in replies] == [6, 3]
-        first, second = service.calls
-        assert (first.seed, first.stop, first.trim_stop) == (5, (), True)
-        assert (second.seed, second.stop, second.trim_stop) == (None, ("ab",), False)
-        many = await generate(client, text=["a", "b"], sampling_params=[{**each, "n": 2} for each in own])
-        assert [len(reply["output_ids"]) for reply in many] == [6, 6, 3, 3]
-        assert [call.seed for call in service.calls[2:]] == [5, 6, None, None]
+    replies = await generate(client, input_ids=[[5, 6, 7], [8]], sampling_params=own)
+    assert [len(reply["output_ids"]) for reply in replies] == [6, 3]
+    first, second = service.calls
+    assert (first.seed, first.stop, first.trim_stop) == (5, (), True)
+    assert (second.seed, second.stop, second.trim_stop) == (None, ("ab",), False)
+    many = await generate(client, text=["a", "b"], sampling_params=[{**each, "n": 2} for each in own])
+    assert [len(reply["output_ids"]) for reply in many] == [6, 6, 3, 3]
+    assert [call.seed for call in service.calls[2:]] == [5, 6, None, None]
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.unit.serving.local_service import LocalService, local_client
+from tests.unit.serving.local_service import LocalService
 
 SCHEMA = {
     "type": "object",
@@ -47,36 +46,38 @@ def body(path: str, *tools: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("strict", [True, False, None])
-async def test_which_functions_calls_are_held_to(tmp_path: Path, path: str, strict: bool | None) -> None:
+async def test_which_functions_calls_are_held_to(
+    client: httpx.AsyncClient, service: LocalService, path: str, strict: bool | None
+) -> None:
     by_default = path == "/v1/responses"
-    async with local_client(tmp_path) as (client, service):
-        tools = (tool(path, "f", SCHEMA, strict), tool(path, "g", SCHEMA, False))
-        reply = await client.post(path, json=body(path, *tools))
-        assert reply.status_code == 200, reply.text
-        (call,) = service.calls
-        assert call.constraint is None
-        if strict is False or (strict is None and not by_default):
-            assert call.strict_calls is None
-            return
-        assert json.loads(call.strict_calls or "") == {
-            "format": "hermes",
-            "reasoning": None,
-            "functions": [
-                {"name": "f", "parameters": SCHEMA, "must": strict is True},
-                {"name": "g", "parameters": ANY, "must": False},
-            ],
-        }
+    tools = (tool(path, "f", SCHEMA, strict), tool(path, "g", SCHEMA, False))
+    reply = await client.post(path, json=body(path, *tools))
+    assert reply.status_code == 200, reply.text
+    (call,) = service.calls
+    assert call.constraint is None
+    if strict is False or (strict is None and not by_default):
+        assert call.strict_calls is None
+        return
+    assert json.loads(call.strict_calls or "") == {
+        "format": "hermes",
+        "reasoning": None,
+        "functions": [
+            {"name": "f", "parameters": SCHEMA, "must": strict is True},
+            {"name": "g", "parameters": ANY, "must": False},
+        ],
+    }
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_where_the_model_does_not_choose_it_says_nothing(tmp_path: Path, path: str) -> None:
+async def test_where_the_model_does_not_choose_it_says_nothing(
+    client: httpx.AsyncClient, service: LocalService, path: str
+) -> None:
     anthropic = path == "/v1/messages"
-    async with local_client(tmp_path) as (client, service):
-        for word in ("none", "any" if anthropic else "required"):
-            choice = {"type": word} if anthropic else word
-            asked = body(path, tool(path, "f", SCHEMA, True), tool_choice=choice)
-            assert (await client.post(path, json=asked)).status_code == 200
-            assert service.calls[-1].strict_calls is None
+    for word in ("none", "any" if anthropic else "required"):
+        choice = {"type": word} if anthropic else word
+        asked = body(path, tool(path, "f", SCHEMA, True), tool_choice=choice)
+        assert (await client.post(path, json=asked)).status_code == 200
+        assert service.calls[-1].strict_calls is None
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -95,26 +96,28 @@ async def test_what_cannot_be_enforced_is_refused_by_its_name(
     await service.rig.books_are_empty()
 
 
-async def test_what_responses_hold_by_default_is_no_reason_to_refuse(tmp_path: Path) -> None:
+async def test_what_responses_hold_by_default_is_no_reason_to_refuse(
+    client: httpx.AsyncClient, service: LocalService
+) -> None:
     path = "/v1/responses"
     long = {"type": "object", "properties": {"a": {"description": "x" * 70_000}}}
-    async with local_client(tmp_path) as (client, service):
-        asked = body(path, tool(path, "bad", UNENFORCED, None), tool(path, "fine", SCHEMA, True))
-        assert (await client.post(path, json=asked)).status_code == 200
-        asked = body(path, tool(path, "long", long, None), tool(path, "fine", SCHEMA, True))
-        assert (await client.post(path, json=asked)).status_code == 200
-        held = json.loads(service.calls[-1].strict_calls or "")["functions"]
-        assert [(each["name"], each["parameters"]) for each in held] == [("long", ANY), ("fine", SCHEMA)]
-        custom = {"type": "custom", "name": "patch"}
-        assert (await client.post(path, json=body(path, custom))).status_code == 200
-        assert service.calls[-1].strict_calls is None
+    asked = body(path, tool(path, "bad", UNENFORCED, None), tool(path, "fine", SCHEMA, True))
+    assert (await client.post(path, json=asked)).status_code == 200
+    asked = body(path, tool(path, "long", long, None), tool(path, "fine", SCHEMA, True))
+    assert (await client.post(path, json=asked)).status_code == 200
+    held = json.loads(service.calls[-1].strict_calls or "")["functions"]
+    assert [(each["name"], each["parameters"]) for each in held] == [("long", ANY), ("fine", SCHEMA)]
+    custom = {"type": "custom", "name": "patch"}
+    assert (await client.post(path, json=body(path, custom))).status_code == 200
+    assert service.calls[-1].strict_calls is None
 
 
-async def test_a_format_for_the_answer_holds_all_of_it(tmp_path: Path) -> None:
+async def test_a_format_for_the_answer_holds_all_of_it(
+    client: httpx.AsyncClient, service: LocalService
+) -> None:
     path = "/v1/chat/completions"
-    async with local_client(tmp_path) as (client, service):
-        asked = body(path, tool(path, "f", SCHEMA, True), response_format={"type": "json_object"})
-        assert (await client.post(path, json=asked)).status_code == 200
-        (call,) = service.calls
-        assert call.constraint is not None
-        assert call.strict_calls is None
+    asked = body(path, tool(path, "f", SCHEMA, True), response_format={"type": "json_object"})
+    assert (await client.post(path, json=asked)).status_code == 200
+    (call,) = service.calls
+    assert call.constraint is not None
+    assert call.strict_calls is None

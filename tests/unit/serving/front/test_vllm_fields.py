@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +12,7 @@ import pytest
 from serving.front.api.rules import ApiRules
 from serving.front.http import create_http_app
 from serving.front.known_places import KnownPlaces
-from tests.unit.serving.local_service import LocalService, client_of, local_client, local_service, small_text
+from tests.unit.serving.local_service import LocalService, client_of, small_text
 from tests.unit.serving.small_tokenizer import END_ID
 
 CHAT = "/v1/chat/completions"
@@ -99,19 +98,17 @@ async def test_what_guides_an_answer(
     assert (await said(client, **fields))["text"] in texts
 
 
-async def test_the_same_may_be_said_in_the_fields_of_several_versions(tmp_path: Path) -> None:
+async def test_the_same_may_be_said_in_the_fields_of_several_versions(client: httpx.AsyncClient) -> None:
     """guidance says a grammar to vLLM so, because an earlier vLLM does not know the later field."""
     grammar = '%llguidance {}\n\nstart: "I say " c r\nc[capture]: C\n\nC: "yes"\n     | "no"\n\nr[capture]: /[ab]{3}/\n'
     guided = {"guided_decoding_backend": "guidance", "guided_grammar": grammar}
-    async with local_client(tmp_path) as (client, _):
-        told = await said(client, max_tokens=40, structured_outputs={"grammar": grammar}, **guided)
-        assert re.fullmatch("I say (yes|no)[ab]{3}", told["text"])
+    told = await said(client, max_tokens=40, structured_outputs={"grammar": grammar}, **guided)
+    assert re.fullmatch("I say (yes|no)[ab]{3}", told["text"])
 
 
-async def test_ebnf_guides_the_native_protocol(tmp_path: Path) -> None:
-    async with local_client(tmp_path) as (client, _):
-        body = {"text": "a", "sampling_params": {"ebnf": 'root ::= "ab" [0-9]{2}', "temperature": 0}}
-        text = (await client.post(GENERATE, json=body)).json()["text"]
+async def test_ebnf_guides_the_native_protocol(client: httpx.AsyncClient) -> None:
+    body = {"text": "a", "sampling_params": {"ebnf": 'root ::= "ab" [0-9]{2}', "temperature": 0}}
+    text = (await client.post(GENERATE, json=body)).json()["text"]
     assert text[:2] == "ab"
     assert text[2:].isdecimal()
 
@@ -157,24 +154,22 @@ IN_SESSIONS: list[tuple[str, dict[str, Any], str]] = [
     *((*bad, {}) for bad in BAD), *((*bad, {"x-session-id": "s"}) for bad in IN_SESSIONS)
 ])  # fmt: skip
 async def test_what_cannot_be_is_refused_by_name(
-    tmp_path: Path, path: str, body: dict[str, Any], param: str, headers: dict[str, str]
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], param: str, headers: dict[str, str]
 ) -> None:
-    async with local_client(tmp_path) as (client, _):
-        reply = await client.post(path, json=body, headers=headers)
+    reply = await client.post(path, json=body, headers=headers)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param, reply.text
 
 
 @pytest.mark.parametrize("most", [0, 2])
-async def test_prompt_logprobs_have_an_entry_for_each_token(tmp_path: Path, most: int) -> None:
-    async with local_client(tmp_path) as (client, _):
-        text = await said(client, prompt_logprobs=most, logprobs=1)
-        whole = await client.post(
-            CHAT, json={"messages": [HELLO], "prompt_logprobs": most, "max_tokens": 2, "logprobs": True,
-                        "top_logprobs": 1}
-        )  # fmt: skip
-        tokens = (await client.post("/tokenize", json={"prompt": "hello there"})).json()["tokens"]
-        chat_tokens = (await client.post("/tokenize", json={"messages": [HELLO]})).json()["tokens"]
+async def test_prompt_logprobs_have_an_entry_for_each_token(client: httpx.AsyncClient, most: int) -> None:
+    text = await said(client, prompt_logprobs=most, logprobs=1)
+    whole = await client.post(
+        CHAT, json={"messages": [HELLO], "prompt_logprobs": most, "max_tokens": 2, "logprobs": True,
+                    "top_logprobs": 1}
+    )  # fmt: skip
+    tokens = (await client.post("/tokenize", json={"prompt": "hello there"})).json()["tokens"]
+    chat_tokens = (await client.post("/tokenize", json={"messages": [HELLO]})).json()["tokens"]
     chat = whole.json()
     for ids, entries in ((tokens, text["prompt_logprobs"]), (chat_tokens, chat["prompt_logprobs"])):
         assert len(entries) == len(ids)
@@ -187,11 +182,10 @@ async def test_prompt_logprobs_have_an_entry_for_each_token(tmp_path: Path, most
     assert all(len(entry["top_logprobs"]) == 1 for entry in chat["choices"][0]["logprobs"]["content"])
 
 
-async def test_tokens_are_told_by_their_ids(tmp_path: Path) -> None:
-    async with local_client(tmp_path) as (client, _):
-        choice = await said(client, logprobs=1, return_tokens_as_token_ids=True)
-        body = {"messages": [HELLO], **PLAIN, "logprobs": True, "return_tokens_as_token_ids": True}
-        chat = (await client.post(CHAT, json=body)).json()["choices"][0]
+async def test_tokens_are_told_by_their_ids(client: httpx.AsyncClient) -> None:
+    choice = await said(client, logprobs=1, return_tokens_as_token_ids=True)
+    body = {"messages": [HELLO], **PLAIN, "logprobs": True, "return_tokens_as_token_ids": True}
+    chat = (await client.post(CHAT, json=body)).json()["choices"][0]
     assert choice["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
     assert all(name.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"] for name in top)
     told = [entry["token"] for entry in chat["logprobs"]["content"]]
@@ -213,33 +207,29 @@ async def prompt_of(
     return tokens
 
 
-async def test_a_prompt_is_cut_and_begun_as_asked(tmp_path: Path) -> None:
-    async with local_client(tmp_path) as (client, service):
-        whole = await prompt_of(client, service, COMPLETIONS, {"prompt": "hello there"})
-        cut = await prompt_of(
-            client, service, COMPLETIONS, {"prompt": "hello there", "truncate_prompt_tokens": 2}
-        )
-        room = await prompt_of(
-            client, service, COMPLETIONS, {"prompt": [9] * 600, "truncate_prompt_tokens": -1}
-        )
-        chat = await prompt_of(client, service, CHAT, {"messages": [HELLO]})
-        chat_cut = await prompt_of(client, service, CHAT, {"messages": [HELLO], "truncate_prompt_tokens": 3})
+async def test_a_prompt_is_cut_and_begun_as_asked(client: httpx.AsyncClient, service: LocalService) -> None:
+    whole = await prompt_of(client, service, COMPLETIONS, {"prompt": "hello there"})
+    cut = await prompt_of(
+        client, service, COMPLETIONS, {"prompt": "hello there", "truncate_prompt_tokens": 2}
+    )
+    room = await prompt_of(client, service, COMPLETIONS, {"prompt": [9] * 600, "truncate_prompt_tokens": -1})
+    chat = await prompt_of(client, service, CHAT, {"messages": [HELLO]})
+    chat_cut = await prompt_of(client, service, CHAT, {"messages": [HELLO], "truncate_prompt_tokens": 3})
     assert cut == whole[-2:]
     assert chat_cut == chat[-3:]
     assert len(room) == service.model.max_context_len - 2
 
 
-async def test_a_final_message_is_gone_on_with(tmp_path: Path) -> None:
+async def test_a_final_message_is_gone_on_with(client: httpx.AsyncClient, service: LocalService) -> None:
     """Nothing closes the message and nothing opens another: the answer continues its very words."""
     begun = [HELLO, {"role": "assistant", "content": "Well, <|im_end|> I"}]
-    async with local_client(tmp_path) as (client, service):
-        closed = await prompt_of(client, service, CHAT, {"messages": [HELLO]})
-        going = await prompt_of(
-            client, service, CHAT,
-            {"messages": begun, "continue_final_message": True, "add_generation_prompt": False},
-        )  # fmt: skip
-        bare = await prompt_of(client, service, CHAT, {"messages": [HELLO], "add_generation_prompt": False})
-        tokenized = await client.post("/tokenize", json={"messages": begun, "continue_final_message": True})
+    closed = await prompt_of(client, service, CHAT, {"messages": [HELLO]})
+    going = await prompt_of(
+        client, service, CHAT,
+        {"messages": begun, "continue_final_message": True, "add_generation_prompt": False},
+    )  # fmt: skip
+    bare = await prompt_of(client, service, CHAT, {"messages": [HELLO], "add_generation_prompt": False})
+    tokenized = await client.post("/tokenize", json={"messages": begun, "continue_final_message": True})
     assert going[: len(closed)] == closed
     assert (
         small_text().detokenize(going[len(closed) :], skip_special_tokens=True).endswith("Well, <|im_end|> I")
@@ -250,15 +240,14 @@ async def test_a_final_message_is_gone_on_with(tmp_path: Path) -> None:
     assert tokenized.json()["tokens"] == going
 
 
-async def test_a_request_may_bring_its_template_where_that_is_allowed(tmp_path: Path) -> None:
+async def test_a_request_may_bring_its_template_where_that_is_allowed(service: LocalService) -> None:
     template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
-    async with local_service(tmp_path) as service:
-        app = create_http_app(lambda: service, rules=ApiRules(request_chat_template=True))
-        async with client_of(app) as client:
-            body = {"messages": [HELLO, HELLO], "chat_template": template}
-            tokens = await prompt_of(client, service, CHAT, body)
-            broken = await client.post(CHAT, json={"messages": [HELLO], "chat_template": "{% if"})
-            session = await client.post(CHAT, json=body, headers={"x-session-id": "s"})
+    app = create_http_app(lambda: service, rules=ApiRules(request_chat_template=True))
+    async with client_of(app) as client:
+        body = {"messages": [HELLO, HELLO], "chat_template": template}
+        tokens = await prompt_of(client, service, CHAT, body)
+        broken = await client.post(CHAT, json={"messages": [HELLO], "chat_template": "{% if"})
+        session = await client.post(CHAT, json=body, headers={"x-session-id": "s"})
     assert small_text().detokenize(tokens, skip_special_tokens=False) == "[hi][hi]"
     assert (broken.status_code, broken.json()["error"]["code"]) == (400, "chat_template_error")
     assert (session.status_code, session.json()["error"]["param"]) == (400, "chat_template")
@@ -278,35 +267,35 @@ async def test_a_request_may_bring_its_template_where_that_is_allowed(tmp_path: 
         "{{ raise_exception('half \\ud800') }}",
     ],
 )
-async def test_a_template_of_a_request_that_fails_is_refused_by_name(tmp_path: Path, template: str) -> None:
+async def test_a_template_of_a_request_that_fails_is_refused_by_name(
+    service: LocalService, template: str
+) -> None:
     """Errors other than Jinja's own used to be answered with a 500."""
-    async with local_service(tmp_path) as service:
-        app = create_http_app(lambda: service, rules=ApiRules(request_chat_template=True))
-        async with client_of(app) as client:
-            reply = await client.post(CHAT, json={"messages": [HELLO], "chat_template": template})
+    app = create_http_app(lambda: service, rules=ApiRules(request_chat_template=True))
+    async with client_of(app) as client:
+        reply = await client.post(CHAT, json={"messages": [HELLO], "chat_template": template})
     error = reply.json()["error"]
     assert (reply.status_code, error["code"]) == (400, "chat_template_error"), reply.text
     assert error["param"] == "chat_template"
 
 
-async def test_a_salt_keeps_prefixes_apart(tmp_path: Path) -> None:
+async def test_a_salt_keeps_prefixes_apart(client: httpx.AsyncClient) -> None:
     prompt = [*range(20, 120)]
 
-    async with local_client(tmp_path) as (client, _):
+    async def cached(**fields: Any) -> int:
+        body = {"prompt": prompt, "max_tokens": 1, **fields}
+        reply = await client.post(COMPLETIONS, json=body, headers={"x-tenant-id": "t"})
+        return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-        async def cached(**fields: Any) -> int:
-            body = {"prompt": prompt, "max_tokens": 1, **fields}
-            reply = await client.post(COMPLETIONS, json=body, headers={"x-tenant-id": "t"})
-            return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-        assert [await cached(), await cached(cache_salt="a"), await cached(cache_salt="b")] == [0, 0, 0]
-        assert min([await cached(), await cached(cache_salt="a"), await cached(cache_salt="b")]) > 50
+    assert [await cached(), await cached(cache_salt="a"), await cached(cache_salt="b")] == [0, 0, 0]
+    assert min([await cached(), await cached(cache_salt="a"), await cached(cache_salt="b")]) > 50
 
 
-async def test_a_salted_conversation_is_not_recognized(tmp_path: Path) -> None:
-    async with local_client(tmp_path) as (client, service):
-        await client.post(CHAT, json={"messages": [HELLO], "cache_salt": "a", "max_tokens": 1})
-        await client.post(CHAT, json={"messages": [HELLO], "max_tokens": 1})
+async def test_a_salted_conversation_is_not_recognized(
+    client: httpx.AsyncClient, service: LocalService
+) -> None:
+    await client.post(CHAT, json={"messages": [HELLO], "cache_salt": "a", "max_tokens": 1})
+    await client.post(CHAT, json={"messages": [HELLO], "max_tokens": 1})
     salted, plain = (KnownPlaces(8).recognized(call).prompt for call in service.calls)
     assert not salted.said  # type: ignore[union-attr]
     assert plain.said  # type: ignore[union-attr]

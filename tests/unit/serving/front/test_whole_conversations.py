@@ -118,7 +118,7 @@ async def test_what_was_said_is_not_rendered_again(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("session", [None, "named"])
 async def test_a_long_history_does_not_wait_behind_long_prompts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: str | None
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, session: str | None
 ) -> None:
     """A conversation used to count as long by all that was said, however short its new part was, so it waited for a
     thread."""
@@ -131,21 +131,20 @@ async def test_a_long_history_does_not_wait_behind_long_prompts(
         worked_on.append(threading.current_thread() is threading.main_thread())
         return encode(self, *args, **kwargs)
 
-    async with local_client(tmp_path) as (client, _):
-        messages = [RULES, user("word " * 50)]
-        for turn, new in enumerate(["next", "more", "word " * 50]):
-            with monkeypatch.context() as patch:
-                patch.setattr(TextProcessor, "_encode", noted)
-                worked_on.clear()
-                reply = await ask_unchecked(client, messages, session)
-            assert worked_on
-            assert all(worked_on) == (turn > 1), "the long question, and the one behind it"
-            messages += [answer(reply), user(new)]
+    messages = [RULES, user("word " * 50)]
+    for turn, new in enumerate(["next", "more", "word " * 50]):
         with monkeypatch.context() as patch:
             patch.setattr(TextProcessor, "_encode", noted)
             worked_on.clear()
-            await ask_unchecked(client, messages, session)
-        assert not any(worked_on), "the new part is long"
+            reply = await ask_unchecked(client, messages, session)
+        assert worked_on
+        assert all(worked_on) == (turn > 1), "the long question, and the one behind it"
+        messages += [answer(reply), user(new)]
+    with monkeypatch.context() as patch:
+        patch.setattr(TextProcessor, "_encode", noted)
+        worked_on.clear()
+        await ask_unchecked(client, messages, session)
+    assert not any(worked_on), "the new part is long"
 
 
 async def ask_unchecked(
@@ -315,19 +314,18 @@ async def test_nothing_stays_of_unnamed_conversations_that_are_forgotten(
 
 
 async def test_a_conversation_that_outlives_its_checkpoints_leaves_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, service: LocalService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("controllers.held_session.MOST_CHECKPOINTS", 2)
-    async with local_client(tmp_path) as (client, service):
-        messages: list[dict[str, Any]] = []
-        for turn in range(5):
-            messages.append(user(f"question {turn}"))
-            messages.append(answer(await ask(client, messages)))
-        unnamed = service.rig.unnamed
-        assert len(unnamed) == 1
-        assert len(unnamed._by_digest) == 2
-        unnamed.forget_all()
-        assert not unnamed._by_digest
+    messages: list[dict[str, Any]] = []
+    for turn in range(5):
+        messages.append(user(f"question {turn}"))
+        messages.append(answer(await ask(client, messages)))
+    unnamed = service.rig.unnamed
+    assert len(unnamed) == 1
+    assert len(unnamed._by_digest) == 2
+    unnamed.forget_all()
+    assert not unnamed._by_digest
 
 
 async def test_conversations_that_have_ended_leave_nothing_behind(
