@@ -46,7 +46,7 @@ NO_OPENING = Opening()
 
 
 class SessionOwners:
-    """The owners of sessions. Whatever is called waits for an owner, or for the session log, for at most
+    """The owners of sessions. While there is no owner, or the session log does not answer, a call waits for at most
     `failover_timeout_s`. Used on the front end's event loop only."""
 
     def __init__(

@@ -9,6 +9,7 @@ import httpx
 from fastapi import FastAPI
 
 from tests.unit.serving.local_service import MODEL, http_server
+from tests.unit.serving.sdk_clients import http_at
 
 PATHS: dict[str, dict[str, Any]] = {
     "/generate": {"text": "a dog", "sampling_params": {"max_new_tokens": 4}},
@@ -34,7 +35,7 @@ async def streamed(app: FastAPI, path: str, note: Callable[[Any], None]) -> http
 
     body = STREAMED[path] | {"stream": True} | ({} if path == "/generate" else {"model": MODEL.model_id})
     served: Any = noted
-    async with http_server(served) as url, httpx.AsyncClient(base_url=url) as client:
+    async with http_server(served) as url, http_at(url) as client:
         reply = await client.post(path, json=body)
     assert reply.status_code == 200
     return reply

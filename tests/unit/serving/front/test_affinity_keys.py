@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from websockets.asyncio.client import connect
 
 from serving.front.api.rules import AffinityRules, ApiRules
 from serving.front.http import create_http_app
 from tests.unit.serving.local_service import LocalService, http_server, local_service
+from tests.unit.serving.sdk_clients import http_at
 
 ALL = AffinityRules(user=True, cookie="stick")
 MESSAGES = [{"role": "user", "content": "one"}]
@@ -50,7 +50,7 @@ async def key_of(
     """The key of the call that the request makes."""
     path, body = asked
     async with served(directory, rules) as (url, service):
-        async with httpx.AsyncClient(base_url=url, cookies=dict(cookies)) as client:
+        async with http_at(url, cookies=dict(cookies)) as client:
             reply = await client.post(path, json=body | fields)
         assert reply.status_code == 200, reply.text
         (call,) = service.calls

@@ -17,6 +17,7 @@ from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from serving.front.http import create_http_app
 from serving.settings.strict_settings import SettingsError
 from tests.unit.serving.local_service import MODEL, LocalService, client_of
+from tests.unit.serving.sdk_clients import http_at, openai_at
 
 KEYS = ("first-key", "schlüssel")
 OPERATOR = "operators-key"
@@ -71,10 +72,10 @@ async def test_every_other_path_is_shut(service: LocalService) -> None:
 
 
 async def test_the_openai_client_has_a_key(url: str) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as client:
+    async with openai_at(url, "wrong") as client:
         with pytest.raises(openai.AuthenticationError, match="Send a key"):
             await client.completions.create(**ASKED)
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0) as client:
+    async with openai_at(url, KEYS[0]) as client:
         stream = await client.completions.create(**ASKED, stream=True)
         assert [chunk async for chunk in stream]
 
@@ -97,7 +98,7 @@ async def test_commands_send_the_key(url: str, arguments: list[str]) -> None:
         return result.exit_code, result.output
 
     headers = {"authorization": f"Bearer {OPERATOR}"}
-    async with httpx.AsyncClient(base_url=url, headers=headers) as client:
+    async with http_at(url, headers=headers) as client:
         assert (await client.post("/v1/kedge/sessions", json={"session_id": "s"})).is_success
     status, told = await asyncio.to_thread(run, None)
     assert status == 1

@@ -20,6 +20,7 @@ from serving.front.http import create_http_app
 from serving.wire.turns import SessionTurn
 from tests.unit.serving.local_service import LocalService, http_server, local_service
 from tests.unit.serving.responses_client import GREEDY, expected, said, user
+from tests.unit.serving.sdk_clients import openai_at
 
 ENDED = ("completed", "incomplete", "failed", "cancelled")
 RING = KeyRing({"KEDGE_API_KEYS": "key-a=tenant-a,key-b=tenant-b"})
@@ -83,10 +84,7 @@ async def front_ends(directory: Path, count: int) -> AsyncIterator[FrontEnds]:
             app = create_http_app(lambda: service, keys=RING, background=member.background)
             url = await stack.enter_async_context(http_server(app))
             member.client, member.others = [
-                await stack.enter_async_context(
-                    openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
-                )
-                for key in ("key-a", "key-b")
+                await stack.enter_async_context(openai_at(url, key)) for key in ("key-a", "key-b")
             ]
             cluster.members.append(member)
             stack.push_async_callback(member.background.stop, patience_s=0, timeout_s=5)

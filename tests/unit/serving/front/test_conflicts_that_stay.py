@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 
@@ -19,6 +18,7 @@ from serving.front.http import create_http_app
 from serving.wire.errors import STATUS_BY_CODE
 from serving.wire.turns import ErrorInfo
 from tests.unit.serving.local_service import MODEL, LocalService, http_server, local_service
+from tests.unit.serving.sdk_clients import anthropic_at, http_at, openai_at
 
 HELLO = {"role": "user", "content": "My dog is called Rex."}
 ASKED: dict[str, Any] = {"model": MODEL.model_id, "messages": [HELLO], "max_tokens": 3}
@@ -46,11 +46,8 @@ class Scene:
         async def note(request: Any) -> None:
             self.sent.append(request.headers["x-stainless-retry-count"])
 
-        client: Any
-        if sdk == "openai":
-            client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none")
-        else:
-            client = anthropic.AsyncAnthropic(base_url=self.url, api_key="none")
+        client_at = openai_at if sdk == "openai" else anthropic_at
+        client: Any = client_at(self.url, max_retries=2)
         client._client.event_hooks["request"].append(note)
         async with client:
             yield client.chat.completions.create if sdk == "openai" else client.messages.create
@@ -65,7 +62,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
 @pytest.mark.parametrize("sdk", ["openai", "anthropic"])
 @pytest.mark.parametrize("code", HEADERS)
 async def test_a_conflict_that_stays_is_sent_once(scene: Scene, sdk: str, code: str) -> None:
-    async with scene.ask(sdk) as ask, httpx.AsyncClient(base_url=scene.url) as client:
+    async with scene.ask(sdk) as ask, http_at(scene.url) as client:
         await client.post("/open_session", json={"session_id": "tree", "capacity_of_str_len": 1000})
         await ask(**ASKED, extra_headers={"x-session-id": "talk", "idempotency-key": "first"})
         scene.sent.clear()

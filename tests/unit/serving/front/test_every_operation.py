@@ -7,15 +7,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.unit.serving.operation_calls import OperationCalls
+from tests.unit.serving.sdk_clients import http_at
 from tests.unit.serving.served_service import ServedService, served_service
 
 CASES = 3
 """How many valid and how many invalid calls of each operation a round makes. A round costs some 9 s of CPU time."""
-LONG_RUN_S = 12.0
+LONG_RUN_S = 20.0
 GENERATING = {
     f"POST {path}"
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate")
@@ -58,7 +58,7 @@ def _check(calls: OperationCalls, served: ServedService) -> None:
 async def _is_well(served: ServedService) -> None:
     """Checks that the books are right, that a turn works, and that all is free once sessions are closed."""
     service = served.service
-    async with httpx.AsyncClient(base_url=served.address, timeout=20.0) as client:
+    async with http_at(served.address, timeout=20.0) as client:
         assert (await client.get("/v1/kedge/audit")).json()["clean"]
         turn = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
         reply = await client.post("/v1/chat/completions", json=turn, headers={"x-session-id": "afterwards"})

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from tests.unit.serving.local_service import MODEL
-from tests.unit.serving.sdk_clients import openai_at
+from tests.unit.serving.sdk_clients import http_at, openai_at
 
 HELLO = {"role": "user", "content": "My dog is called Rex."}
 TOOL = {"type": "function", "name": "find_dog", "parameters": {"type": "object"}, "strict": False}
@@ -67,6 +66,6 @@ async def test_what_is_not_there_is_refused(client: openai.AsyncOpenAI, url: str
     with pytest.raises(openai.NotFoundError) as compacted:
         await client.responses.compact(model=MODEL.model_id, input="hi")
     assert compacted.value.code == "not_supported"
-    async with httpx.AsyncClient(base_url=url) as plain:
+    async with http_at(url) as plain:
         reply = await plain.get("/v1/responses/input_tokens")
         assert (reply.status_code, reply.json()["error"]["code"]) == (404, "response_not_found")

@@ -20,6 +20,7 @@ from serving.front.api.rules import ApiRules
 from serving.front.http import create_http_app
 from tests.unit.serving.front.streamed_requests import PATHS, STREAMED
 from tests.unit.serving.local_service import MODEL, LocalService, http_server, local_service
+from tests.unit.serving.sdk_clients import http_at
 
 COMMENT = ": keep-alive"
 OFTEN_S = 0.02
@@ -36,7 +37,7 @@ async def served(directory: Path, keep_alive_s: float) -> AsyncIterator[tuple[st
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_turn_that_waits_for_its_first_token_says_that_it_lives(tmp_path: Path, path: str) -> None:
-    async with served(tmp_path, OFTEN_S) as (url, service), httpx.AsyncClient(base_url=url) as client:
+    async with served(tmp_path, OFTEN_S) as (url, service), http_at(url) as client:
         service.rig.runner.hold()
         async with client.stream("POST", path, json=PATHS[path] | {"stream": True}) as reply:
             assert reply.status_code == 200
@@ -55,7 +56,7 @@ async def test_a_turn_that_waits_for_its_first_token_says_that_it_lives(tmp_path
 async def test_headers_come_as_soon_as_a_turn_is_accepted(tmp_path: Path, path: str) -> None:
     """The turn's tokens may take any time after that."""
     body = STREAMED[path] | {"stream": True} | ({} if path == "/generate" else {"model": MODEL.model_id})
-    async with served(tmp_path, NEVER_S) as (url, service), httpx.AsyncClient(base_url=url) as client:
+    async with served(tmp_path, NEVER_S) as (url, service), http_at(url) as client:
         service.rig.runner.hold()
         async with asyncio.timeout(20), client.stream("POST", path, json=body) as reply:
             assert reply.status_code == 200
@@ -67,7 +68,7 @@ async def test_headers_come_as_soon_as_a_turn_is_accepted(tmp_path: Path, path: 
 
 async def test_headers_tell_which_turn_was_accepted(tmp_path: Path) -> None:
     body = PATHS["/v1/chat/completions"] | {"stream": True}
-    async with served(tmp_path, NEVER_S) as (url, service), httpx.AsyncClient(base_url=url) as client:
+    async with served(tmp_path, NEVER_S) as (url, service), http_at(url) as client:
         service.rig.runner.hold()
         async with client.stream(
             "POST", "/v1/chat/completions", json=body, headers={"x-session-id": "s"}
@@ -79,7 +80,7 @@ async def test_headers_tell_which_turn_was_accepted(tmp_path: Path) -> None:
 
 async def test_a_response_is_created_before_it_says_anything(tmp_path: Path) -> None:
     body = STREAMED["/v1/responses"] | {"stream": True}
-    async with served(tmp_path, NEVER_S) as (url, service), httpx.AsyncClient(base_url=url) as client:
+    async with served(tmp_path, NEVER_S) as (url, service), http_at(url) as client:
         service.rig.runner.hold()
         async with client.stream("POST", "/v1/responses", json=body) as reply:
             lines = reply.aiter_lines()
@@ -93,7 +94,7 @@ async def test_a_response_is_created_before_it_says_anything(tmp_path: Path) -> 
 async def test_headers_wait_until_every_choice_is_accepted(tmp_path: Path) -> None:
     """The second choice finds the queue full, so the request is refused with a proper status."""
     body = PATHS["/v1/completions"] | {"stream": True, "n": 2}
-    async with served(tmp_path, NEVER_S) as (url, service), httpx.AsyncClient(base_url=url) as client:
+    async with served(tmp_path, NEVER_S) as (url, service), http_at(url) as client:
         service.rig.runner.hold()
         submit, taken = service.rig.engine.submit, []
 
@@ -113,7 +114,7 @@ async def test_headers_wait_until_every_choice_is_accepted(tmp_path: Path) -> No
 
 
 async def test_a_turn_that_waits_for_the_log_says_that_it_lives(tmp_path: Path) -> None:
-    async with served(tmp_path, OFTEN_S) as (url, service), httpx.AsyncClient(base_url=url) as client:
+    async with served(tmp_path, OFTEN_S) as (url, service), http_at(url) as client:
         body = PATHS["/generate"] | {"session_params": {"id": "s"}}
         await client.post(
             "/open_session", json={"capacity_of_str_len": 1, "streaming": True, "session_id": "s"}
@@ -137,7 +138,7 @@ async def test_a_turn_that_waits_for_the_log_says_that_it_lives(tmp_path: Path) 
 
 
 async def test_a_stream_that_has_something_to_say_has_no_comments(tmp_path: Path) -> None:
-    async with served(tmp_path, NEVER_S) as (url, _), httpx.AsyncClient(base_url=url) as client:
+    async with served(tmp_path, NEVER_S) as (url, _), http_at(url) as client:
         reply = await client.post("/generate", json=PATHS["/generate"] | {"stream": True})
         assert COMMENT not in reply.text
 
@@ -164,7 +165,7 @@ async def test_a_refusal_has_a_status_unless_a_comment_came_first(tmp_path: Path
         headers = {"x-session-id": "s"}
         async with (
             http_server(create_http_app(lambda: service, rules=ApiRules(keep_alive_s=OFTEN_S))) as url,
-            httpx.AsyncClient(base_url=url) as client,
+            http_at(url) as client,
         ):
             async with client.stream("POST", "/v1/completions", json=body, headers=headers) as reply:
                 assert reply.status_code == 200
@@ -176,7 +177,7 @@ async def test_a_refusal_has_a_status_unless_a_comment_came_first(tmp_path: Path
             assert lines[1:] == ["data: [DONE]"]
         async with (
             http_server(create_http_app(lambda: service, rules=ApiRules(keep_alive_s=NEVER_S))) as url,
-            httpx.AsyncClient(base_url=url) as client,
+            http_at(url) as client,
         ):
             refused = await client.post("/v1/completions", json=body, headers=headers)
             assert refused.status_code == 503

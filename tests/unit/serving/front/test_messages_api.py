@@ -287,7 +287,7 @@ async def test_no_body_makes_a_server_error(client: httpx.AsyncClient, service: 
     seed_used = random.SystemRandom().randrange(2**32)
 
     @seed(seed_used)
-    @settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(bodies())
     def gather(example: dict[str, Any]) -> None:
         examples.append(example)

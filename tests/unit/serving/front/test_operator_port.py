@@ -12,6 +12,7 @@ from serving.front.http import create_http_app
 from serving.front.operator_port import OperatorPort
 from serving.settings.strict_settings import SettingsError
 from tests.unit.serving.local_service import LocalService, client_of
+from tests.unit.serving.sdk_clients import http_at
 
 KEYS = {API_KEYS: "key-a=acme", OPERATOR_KEYS: "key-o"}
 HOST = "127.0.0.1"
@@ -35,7 +36,7 @@ async def test_operators_calls_are_taken_there_and_nowhere_else(service: LocalSe
         operator = {"authorization": "Bearer key-o"}
         async with (
             client_of(public) as client,
-            httpx.AsyncClient(base_url=url) as operators,
+            http_at(url) as operators,
         ):
             refused = await client.get(FOR_OPERATORS, headers=operator)
             assert (refused.status_code, refused.json()["error"]["code"]) == (403, "operator_only")

@@ -14,6 +14,7 @@ from serving.front.api.keys import API_KEYS, KeyRing
 from serving.front.http import create_http_app
 from serving.logs.access_log import path_in
 from tests.unit.serving.local_service import MODEL, http_server, local_service
+from tests.unit.serving.sdk_clients import http_at
 
 RING = KeyRing({API_KEYS: "k"})
 KEY = {"authorization": "Bearer k"}
@@ -24,7 +25,7 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     async with (
         local_service(tmp_path) as service,
         http_server(create_http_app(lambda: service, keys=RING), root_path="/llm") as url,
-        httpx.AsyncClient(base_url=url, timeout=30.0) as client,
+        http_at(url, timeout=30.0) as client,
     ):
         yield client
 

@@ -15,6 +15,7 @@ import pytest
 from serving.front.http import create_http_app
 from serving.wire.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent
 from tests.unit.serving.local_service import LocalService, client_of, http_server, local_service
+from tests.unit.serving.sdk_clients import http_at
 
 LONG = {"prompt": [5, 6, 7], "temperature": 0, "max_tokens": 500}
 LONG_TURN = {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0, "max_new_tokens": 500}}
@@ -40,7 +41,7 @@ async def test_a_client_that_leaves_ends_its_turns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, stream: bool, num_prompts: int
 ) -> None:
     async with slow_server(tmp_path) as (url, service):
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with http_at(url) as client:
             body = {**LONG, "prompt": [[5, 6, 7]] * num_prompts, "stream": stream}
             asking = asyncio.create_task(client.post("/v1/completions", json=body))
             await until(lambda: service.rig.engine.stats().running == num_prompts)
@@ -54,7 +55,7 @@ async def test_a_client_that_leaves_ends_its_turns(
 
 
 async def test_a_session_stands_at_its_last_commit_after_a_disconnect(tmp_path: Path) -> None:
-    async with slow_server(tmp_path) as (url, service), httpx.AsyncClient(base_url=url) as client:
+    async with slow_server(tmp_path) as (url, service), http_at(url) as client:
         await client.post(
             "/open_session", json={"capacity_of_str_len": 1, "streaming": True, "session_id": "s"}
         )
@@ -62,7 +63,7 @@ async def test_a_session_stands_at_its_last_commit_after_a_disconnect(tmp_path: 
         first = {**LONG_TURN, "sampling_params": {"temperature": 0, "max_new_tokens": 4}, **session}
         await client.post("/generate", json=first)
         async with (
-            httpx.AsyncClient(base_url=url) as leaver,
+            http_at(url) as leaver,
             leaver.stream("POST", "/generate", json={**LONG_TURN, **session, "stream": True}) as reply,
         ):
             async for _ in reply.aiter_lines():

@@ -21,7 +21,7 @@ from controllers.session_keys import session_key
 from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from tests.unit.serving.local_service import LocalService
 
-CALLS = int(os.environ.get("KEDGE_FUZZ_CALLS", "300"))
+CALLS = int(os.environ.get("KEDGE_FUZZ_CALLS", "600"))
 OTHER = {"acme": "umbrella", "umbrella": "acme"}
 RING = KeyRing({API_KEYS: "key-a=acme,key-u=umbrella", OPERATOR_KEYS: "key-o"})
 KEYS = {"acme": "key-a", "umbrella": "key-u", "operator": "key-o"}

@@ -28,6 +28,7 @@ from serving.wire.tree_ids import node_id
 from serving.wire.turns import ServiceError
 from tests.unit.serving.local_service import MODEL, LocalService, http_server, local_service
 from tests.unit.serving.replica_rig import REPLICA_ID, WAIT_S, local_controller
+from tests.unit.serving.sdk_clients import http_at
 
 WATCH = "/v1/kedge/watch"
 RING = KeyRing({API_KEYS: "key-a=acme", OPERATOR_KEYS: "key-o"})
@@ -282,7 +283,7 @@ async def served(tmp_path: Path) -> AsyncIterator[tuple[LocalService, httpx.Asyn
     async with (
         local_service(tmp_path) as service,
         http_server(create_http_app(lambda: service, keys=RING)) as address,
-        httpx.AsyncClient(base_url=address) as client,
+        http_at(address) as client,
     ):
         yield service, client
 
