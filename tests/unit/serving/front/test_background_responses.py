@@ -323,7 +323,7 @@ async def test_it_is_deleted(alone: FrontEnd) -> None:
 
 
 async def test_tenants_do_not_see_each_others(alone: FrontEnd) -> None:
-    alone.cluster.service.rig.runner.step_s = SLOW_S
+    alone.cluster.service.rig.runner.hold()
     begun = await alone.begin()
     theirs = alone.others.responses
     with pytest.raises(openai.NotFoundError):
