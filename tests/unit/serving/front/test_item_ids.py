@@ -29,6 +29,8 @@ async def test_an_item_is_had_by_the_id_that_its_client_gave_it(
     assert [item["id"] for item in page.json()["data"]] == ["other"]
     assert (await client.delete(its_own)).status_code == 200
     assert [item["id"] for item in (await client.get(items)).json()["data"]] == ["other"]
+    gone = await client.get(items, params={"after": item_id})
+    assert (gone.status_code, gone.json()["error"]["param"]) == (400, "after")
 
 
 @pytest.mark.parametrize("item_id", ["", ".", "..", "x" * (MAX_ID_CHARS + 1)])

@@ -60,8 +60,9 @@ async def test_several_at_once(client: httpx.AsyncClient) -> None:
 
 async def test_tools_are_part_of_the_messages_tokens(client: httpx.AsyncClient) -> None:
     tool = {"type": "function", "function": {"name": "find_dog"}}
+    note = {"type": "custom", "custom": {"name": "take_note"}}
     plain = await post(client, "/tokenize", messages=HELLO)
-    shown = await post(client, "/tokenize", messages=HELLO, tools=[tool])
+    shown = await post(client, "/tokenize", messages=HELLO, tools=[tool, note])
     assert shown["count"] >= plain["count"]
 
 
