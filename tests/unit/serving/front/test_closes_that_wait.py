@@ -175,7 +175,7 @@ async def test_a_close_waits_for_the_load_of_its_session(served: Failover) -> No
     served.controller.gate.clear()
     turn = asyncio.create_task(a.run(call([4], "s"), 1))
     async with asyncio.timeout(WAIT_S):
-        while not a.host._loading:
+        while a.host._loading.get(("s", 1)) is None:
             await asyncio.sleep(0.001)
     closing = asyncio.create_task(a.host.close("s", 1))
     await asyncio.sleep(0)
