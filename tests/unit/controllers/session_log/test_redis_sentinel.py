@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 from redis_sentinels import LONGEST_S, SERVICE, WatchedRedis
@@ -42,10 +43,11 @@ def until_taken(change: Callable[[], object]) -> int:
     raise AssertionError
 
 
-def opened(watched: WatchedRedis, wait_replicas: int) -> RedisSessionStore:
+def opened(watched: WatchedRedis, wait_replicas: int, wait_ms: int = 900) -> RedisSessionStore:
     """Opens the store. It retries, because a replica counts only some time after it began to follow its master."""
     stores: list[RedisSessionStore] = []
-    until_taken(lambda: stores.append(RedisSessionStore(watched.log(wait_replicas), CLUSTER)))
+    log = replace(watched.log(wait_replicas), wait_ms=wait_ms)
+    until_taken(lambda: stores.append(RedisSessionStore(log, CLUSTER)))
     return stores[0]
 
 
@@ -105,12 +107,12 @@ def test_what_too_few_replicas_have_is_not_told_as_committed(redis_server: Redis
 
 
 def test_a_repeated_commit_waits_for_replicas_too(watched: WatchedRedis) -> None:
-    store = opened(watched, wait_replicas=2)
+    store = opened(watched, wait_replicas=2, wait_ms=400)  # well before the client itself gives up, after a second
     store.open(SESSION)
     a_replica = list(watched.servers)[1]
     watched.pause(a_replica)
     for _ in range(2):
-        with pytest.raises(StoreError, match="1 of its replicas have the change after 900 ms, not 2"):
+        with pytest.raises(StoreError, match="1 of its replicas have the change after 400 ms, not 2"):
             append_turn(store, turn_of(0, 0, [1]))
     watched.go_on(a_replica)
     until_taken(lambda: append_turn(store, turn_of(0, 0, [1])))
