@@ -433,8 +433,8 @@ class Child:
             chain,
             message.session_id,
             message.namespace,
-            message.priority,
-            message.logprobs,
+            priority=message.priority,
+            logprobs=message.logprobs,
             resumed_tokens=message.resumed_tokens,
         )
         try:

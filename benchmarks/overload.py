@@ -80,7 +80,7 @@ class Subject:
             "prefill_tokens": stats.prefill_tokens,
             "to_host": stats.demotions_to_host,
             "to_log": stats.demotions_to_log,
-            "promotions": stats.promotions,
+            "promotions": stats.promotions_from_host + stats.promotions_from_disk,
             "retractions": stats.retractions,
         }
 
