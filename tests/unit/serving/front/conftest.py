@@ -1,5 +1,6 @@
 """What several files of this folder are given: a service, its application, a client without a network, an address;
-stored responses. Some files have a `served` or a `client` of their own."""
+stored responses; a front end over replicas that a test can lose. Some files have a `served` or a `client` of their
+own."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from serving.front.http import create_http_app
+from tests.unit.serving.failover_rig import Failover, running_failover
 from tests.unit.serving.local_service import LocalService, client_of, http_server, local_service
 from tests.unit.serving.responses_client import Served, served_responses
 
@@ -49,3 +51,10 @@ async def url(app: FastAPI) -> AsyncIterator[str]:
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
     async with served_responses(tmp_path) as served:
         yield served
+
+
+@pytest.fixture
+async def failover(tmp_path: Path) -> AsyncIterator[Failover]:
+    async with running_failover(tmp_path) as failover:
+        yield failover
+        await failover.settled()
