@@ -107,7 +107,9 @@ def test_what_too_few_replicas_have_is_not_told_as_committed(redis_server: Redis
 
 
 def test_a_repeated_commit_waits_for_replicas_too(watched: WatchedRedis) -> None:
-    store = opened(watched, wait_replicas=2, wait_ms=400)  # well before the client itself gives up, after a second
+    store = opened(
+        watched, wait_replicas=2, wait_ms=400
+    )  # well before the client itself gives up, after a second
     store.open(SESSION)
     a_replica = list(watched.servers)[1]
     watched.pause(a_replica)
