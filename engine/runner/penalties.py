@@ -97,9 +97,8 @@ class PenaltyTable:
             return
         known = self._up_to_date([*specs.values()], logits_RV[0])
         rows_M = send([*specs], torch.int64, logits_RV.device)
-        one_V, none_V = logits_RV.new_ones(logits_RV.shape[1]), logits_RV.new_zeros(logits_RV.shape[1])
-        factor_MV = _stacked([each.factor_V for each in known], one_V)
-        off_MV = _stacked([each.off_V for each in known], none_V)
+        factor_MV = _stacked([each.factor_V for each in known], 1.0)
+        off_MV = _stacked([each.off_V for each in known], 0.0)
         logits_RV.index_copy_(0, rows_M, _edited(logits_RV[rows_M], factor_MV, off_MV))
 
     def _up_to_date(self, specs: Sequence[SampleSpec], logits_V: Tensor) -> list[Penalties]:
@@ -132,10 +131,12 @@ def add_to_all(news: Iterable[tuple[Penalties, Sequence[int]]], device: torch.de
         penalties.write(ids_N, off_N)
 
 
-def _stacked(rows: Sequence[Tensor | None], absent_V: Tensor) -> Tensor | None:
-    """The rows as one tensor [M, V]; None if all of them are absent."""
-    if all(row_V is None for row_V in rows):
+def _stacked(rows: Sequence[Tensor | None], absent: float) -> Tensor | None:
+    """The rows as one tensor [M, V], with `absent` in those that are None. None if all of them are."""
+    some_V = next((row_V for row_V in rows if row_V is not None), None)
+    if some_V is None:
         return None
+    absent_V = torch.full_like(some_V, absent) if any(row_V is None for row_V in rows) else some_V
     return torch.stack([absent_V if row_V is None else row_V for row_V in rows])
 
 

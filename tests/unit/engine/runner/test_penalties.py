@@ -65,8 +65,8 @@ def test_token_by_token_they_are_the_definition(options: dict[str, float]) -> No
 def test_rows_of_a_step_are_edited_together_as_each_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row by row a step of 64 sequences took longer to edit than to compute on a card. What goes there goes at once."""
     rng = random.Random(5)
-    choices = [*CASES, {}, {"logit_bias": {3: 1.0}}]
-    params = [SamplingParams(**rng.choice(choices)) for _ in range(40)]  # type: ignore[arg-type]
+    choices: list[dict[str, Any]] = [*CASES, {}, {"logit_bias": {3: 1.0}}]
+    params = [SamplingParams(**rng.choice(choices)) for _ in range(40)]
     seen = [SeenTokens(np.array([rng.randrange(VOCAB) for _ in range(20)]), []) for _ in params]
     specs = {
         row: SampleSpec(each, tokens if each.penalizes else None)
