@@ -71,10 +71,8 @@ async def service(tmp_path: Path) -> AsyncIterator[LocalService]:
 
 
 @pytest.fixture
-async def url(service: LocalService) -> AsyncIterator[str]:
-    app = create_http_app(lambda: service, rules=ApiRules(body_limits=BodyLimits(size_bytes=MEBIBYTE)))
-    async with http_server(app) as url:
-        yield url
+def app_options() -> dict[str, Any]:
+    return {"rules": ApiRules(body_limits=BodyLimits(size_bytes=MEBIBYTE))}
 
 
 @pytest.fixture
