@@ -33,8 +33,12 @@ STAMPS := $(VENV)/.stamps
 # The locks alone say what is installed, and each file must have one of their hashes. The setuptools of the lock link the
 # project in place. The one exception is a CPU build of torch: if pip knows an index that has it, it comes from there.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-LOCKED := $(PIP) install $(PIP_ARGS) --no-deps --require-hashes
-CPU_TORCH := $(PIP) install $(PIP_ARGS) --no-deps torch==$(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' requirements.lock)+cpu
+LOCKED := $(PIP) install $(PIP_ARGS) --no-deps --no-compile --require-hashes
+CPU_TORCH := $(PIP) install $(PIP_ARGS) --no-deps --no-compile torch==$(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' requirements.lock)+cpu
+# What is not compiled here, each process of the first start would compile. pip would do it on one core, which is half of
+# its work. A few files of packages are for later versions of Python and do not compile.
+COMPILE := $(BIN)/python -m compileall -qq -j 0
+COMPILE_PACKAGES := $(COMPILE) $(VENV)/lib || true
 IS_CPU_TORCH := 'import importlib.metadata as m, sys; sys.exit("+cpu" not in m.version("torch"))'
 
 .PHONY: serve monitor test test-all test-without-clusters test-with-clusters check docs format install install-dev clean
@@ -98,8 +102,9 @@ $(STAMPS)/run: requirements.lock requirements-cuda.lock pyproject.toml setup.py 
 	$(BIN)/python -c $(IS_CPU_TORCH) || $(LOCKED) -r requirements-cuda.lock
 	$(PIP) install --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m engine.cpu
-	$(BIN)/python -m compileall -q cache controllers engine serving  # else each process of the first start does so
 	$(PIP) check
+	$(COMPILE_PACKAGES)
+	$(COMPILE) cache controllers engine serving
 	touch $@
 
 # The site needs none of the project's dependencies, so writers of documentation need no torch.
@@ -110,6 +115,7 @@ $(STAMPS)/docs: requirements-docs.lock $(STAMPS)/venv
 $(STAMPS)/dev: requirements-dev.lock $(STAMPS)/run $(STAMPS)/docs
 	$(LOCKED) -r requirements-dev.lock
 	$(PIP) check
+	$(COMPILE_PACKAGES)
 	touch $@
 
 clean:
