@@ -16,7 +16,7 @@ from engine.attention.dense_prompts import DensePrompts, FlashPrompts, find_flas
 from engine.attention.interface import AttentionItem, AttentionUnavailable, LayerTraits
 from engine.attention.tables import tables_of
 from engine.attention.triton_backend import TritonAttention
-from engine.device import seconds_of_each
+from engine.device import compute_capability, seconds_of_each
 from engine.runner.kv_pool import FP8, KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings
 
@@ -38,6 +38,10 @@ BETTER = 0.9
 MOST_APART = 0.02
 """The most by which results may differ, as a share of their norm."""
 
+FIRST_WITHOUT_FLASH = 100
+"""FlashAttention 3 has kernels for the compute capabilities 8.x and 9.x. On later cards a launch fails, and its code then
+ends the process (CHECK_CUDA in its cuda_check.h): nothing could be caught."""
+
 Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
 
 
@@ -50,6 +54,9 @@ def try_prompts(
     if sinks or not pool.full.kv_LJKSD.shape[0]:
         trait = "attention sinks" if sinks else "a window"
         return None, f"prompts too, as no library's kernels are for layers with {trait}"
+    capability = compute_capability(device)
+    if capability is not None and capability >= FIRST_WITHOUT_FLASH:
+        return None, f"prompts too, as no library's kernels are for compute capability {capability / 10}"
     try:
         flash = find_flash_prompts()
         share = _share_of_ours(pool, flash, timer or partial(seconds_of_each, device, fills=FILLS), tokens)

@@ -178,6 +178,18 @@ def test_wrong_results_and_failures_are_passed_over(monkeypatch: pytest.MonkeyPa
         assert reason in why
 
 
+def test_a_card_that_would_end_the_process_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(**_: object) -> object:
+        raise SystemExit(1)
+
+    monkeypatch.setattr(prompt_trial, "find_flash_prompts", lambda: FlashPrompts(ends, "x"))
+    for capability, told in ((100, "10.0"), (120, "12.0")):
+        monkeypatch.setattr(prompt_trial, "compute_capability", lambda _device, found=capability: found)
+        found, why = try_prompts(trial_pool(), timer=lambda _: [1.0, 0.1], tokens=48)
+        assert found is None
+        assert f"compute capability {told}" in why
+
+
 def test_layers_that_no_library_takes_hold_no_workspace() -> None:
     windowed = make_kv_pool(KVLayout(2, 64, (16,)), CacheSettings(16, 2), torch.bfloat16, DEVICE)
     for pool, sinks, trait in ((windowed, 0, "a window"), (trial_pool(), 4, "attention sinks")):
