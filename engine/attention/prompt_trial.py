@@ -39,8 +39,8 @@ MOST_APART = 0.02
 """The most by which results may differ, as a share of their norm."""
 
 FIRST_WITHOUT_FLASH = 100
-"""FlashAttention 3 has kernels for the compute capabilities 8.x and 9.x. On later cards a launch fails, and its code then
-ends the process (CHECK_CUDA in its cuda_check.h): nothing could be caught."""
+"""FlashAttention 3 has kernels for the compute capabilities 8.x and 9.x. On later cards a launch fails, and its code
+then ends the process (CHECK_CUDA in its cuda_check.h): nothing could be caught."""
 
 Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
 

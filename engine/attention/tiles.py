@@ -72,6 +72,12 @@ class AttentionTiles:
         return 0 if self.every_split is None else self.every_split // self.shapes[0].block_n
 
 
+def _is_large(capability: int | None) -> bool:
+    """Whether a block may have 227 KB of shared memory: 9.x to 11.x. 12.x (GeForce RTX 50, RTX PRO) has 99, as 8.6 and
+    8.9, and multiplies as they do."""
+    return capability is not None and 90 <= capability < 120
+
+
 def default_tiles(head_dim: int, kv_dtype: torch.dtype, capability: int | None) -> AttentionTiles:
     """Tiles for a pool of `kv_dtype` on a GPU with this compute capability (None: the interpreter). Chosen so that no
     registers spill and shared memory suffices; benchmarks measure their speed."""
@@ -79,18 +85,18 @@ def default_tiles(head_dim: int, kv_dtype: torch.dtype, capability: int | None) 
         if head_dim > 128:
             return AttentionTiles((TileShape(16, 16, 8, 2, 4),))
         return AttentionTiles((TileShape(16, 32, 8, 2, 4), TileShape(32, 16, 8, 2, 2)))
-    hopper = capability is not None and capability >= 90
+    large = _is_large(capability)
     fp8 = kv_dtype == FP8
     if head_dim <= 64:
         narrow, middle = TileShape(16, 128, 4, 3, 12), TileShape(64, 64, 4, 3, 2)
         return AttentionTiles((narrow, middle, TileShape(128, 64, 8, 3, 1)))
     if head_dim <= 128:
-        block_n = 64 if hopper else 32
+        block_n = 64 if large else 32
         middle, wide = TileShape(64, block_n, 4, 3, 2), TileShape(128, block_n, 8, 2 if fp8 else 3, 1)
-        narrow = TileShape(16, 128 if hopper and fp8 else 64, 4, 3, 12)
+        narrow = TileShape(16, 128 if large and fp8 else 64, 4, 3, 12)
         return AttentionTiles((narrow, middle, wide))
-    wide = TileShape(64, 64 if hopper and not fp8 else 32, 8, 2, 2)
-    return AttentionTiles((TileShape(16, 32, 4, 3 if hopper else 2, 12), wide))
+    wide = TileShape(64, 64 if large and not fp8 else 32, 8, 2, 2)
+    return AttentionTiles((TileShape(16, 32, 4, 3 if large else 2, 12), wide))
 
 
 def deterministic_tiles(head_dim: int, kv_dtype: torch.dtype, capability: int | None) -> AttentionTiles:
@@ -101,11 +107,11 @@ def deterministic_tiles(head_dim: int, kv_dtype: torch.dtype, capability: int | 
         return AttentionTiles(
             (TileShape(16, 16 if head_dim > 128 else 32, 8, 2, 16),), every_split=EVERY_SPLIT
         )
-    hopper = capability is not None and capability >= 90
+    large = _is_large(capability)
     if head_dim > 128:
         return AttentionTiles((TileShape(64, 32, 8, 2, 8),), every_split=EVERY_SPLIT)
-    narrow = TileShape(64, 64 if hopper or head_dim <= 64 else 32, 4, 3, 16)
-    if not hopper:
+    narrow = TileShape(64, 64 if large or head_dim <= 64 else 32, 4, 3, 16)
+    if not large:
         return AttentionTiles((narrow,), every_split=EVERY_SPLIT)
     wide = TileShape(128, 64, 8, 2 if kv_dtype == FP8 else 3, 8)
     return AttentionTiles((narrow, wide), every_split=EVERY_SPLIT)

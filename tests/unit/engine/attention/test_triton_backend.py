@@ -80,7 +80,7 @@ def test_tiles_are_checked() -> None:
     assert [AttentionTiles((narrow, wide), 48).least_split(shape) for shape in (narrow, wide)] == [48, 128]
 
 
-@pytest.mark.parametrize("capability", [None, 80, 89, 90])
+@pytest.mark.parametrize("capability", [None, 80, 89, 90, 120])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 192, 256])
 def test_there_are_tiles_for_all_pools(dim: int, dtype: torch.dtype, capability: int | None) -> None:

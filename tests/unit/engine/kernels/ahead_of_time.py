@@ -20,7 +20,7 @@ MOST_SPILLED = 16
 """Bytes. No kernel should spill. Under Triton 3.6 none does; Triton 3.7 spills two registers of a few variants to the
 stack. A loop's operands would be hundreds of bytes."""
 
-SHARED_LIMITS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+SHARED_LIMITS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 """How many bytes of shared memory one block may have, by compute capability."""
 
 BUILD_TIMEOUT_S = 240.0
