@@ -147,12 +147,13 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def rehearse_picks(self) -> None:
-        """Picks from logits in float32, as steps do whose logits are edited or scored: the model's own dtype has
-        another kernel. To be called after `rehearse`."""
-        for num_sampled in sorted(
-            {1, min(2, self._max_sampled), self._max_sampled}
-        ):  # odd and even: aligned or not
-            self._choose(self._logits(num_sampled).float(), num_sampled)
+        """Picks from logits in the model's own dtype, and in float32, as steps do whose logits are edited or scored.
+        The kernels also differ by the alignment of what lies behind a number of rows; up to four have every one. To be
+        called after `rehearse`."""
+        for num_sampled in sorted({*range(1, min(4, self._max_sampled) + 1), self._max_sampled}):
+            logits_RV = self._logits(num_sampled)
+            for each_RV in (logits_RV, logits_RV.float()):
+                self._choose(each_RV, num_sampled)
 
     def launch(self, batch: ScheduledBatch) -> Launch:
         try:

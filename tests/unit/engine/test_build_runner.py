@@ -230,8 +230,10 @@ def test_the_runner_of_a_gpu_is_put_together(
     runner.close()
 
 
-def test_picks_from_edited_logits_are_rehearsed(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their logits are in float32. The kernel for those used to be compiled at the first request with a penalty."""
+@pytest.mark.parametrize("graphs", [True, False])
+def test_picks_are_rehearsed(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, graphs: bool) -> None:
+    """Edited logits are in float32. The kernel for those used to be compiled at the first request with a penalty. What
+    a kernel writes behind some rows' numbers is aligned as it is for one, two, three or four rows."""
     picked: list[tuple[torch.dtype, int]] = []
 
     def pick(logits_RV: Tensor, table: SampleTable, out_R: Tensor) -> None:
@@ -243,8 +245,10 @@ def test_picks_from_edited_logits_are_rehearsed(loaded: LoadedModel, monkeypatch
     monkeypatch.setattr(composition, "choose_picker", lambda _device: pick)
     monkeypatch.setattr(composition, "is_gpu", lambda _device: True)
     limits = SchedulerSettings(max_batch_tokens=40, chunk_size=16, max_running=5)
-    build_runner(loaded, CacheSettings(4, 10), scheduler=limits).close()
-    assert {(torch.float32, 1), (torch.float32, 2), (torch.float32, 5), (torch.bfloat16, 5)} <= set(picked)
+    execution = ExecutionSettings(graphs=graphs)
+    build_runner(loaded, CacheSettings(4, 10), scheduler=limits, execution=execution).close()
+    dtypes, rows = (torch.float32, torch.bfloat16), (1, 2, 3, 4, 5)
+    assert {(dtype, count) for dtype in dtypes for count in rows} <= set(picked)
 
 
 def test_steps_beyond_graphs_have_items_of_every_length() -> None:
