@@ -39,6 +39,7 @@ from engine.settings import (
     CPU_POOL_BYTES,
     DEFAULT_EXECUTION,
     CacheSettings,
+    DeviceName,
     EngineSettings,
     ExecutionSettings,
     LinearName,
@@ -101,15 +102,20 @@ def make_rank(settings: EngineSettings, ranks: RankGroup) -> tuple[Runner, Loade
 def _load_draft(
     target: LoadedModel, speculation: SpeculationSettings, ranks: RankGroup, linear: LinearName
 ) -> LoadedModel | None:
-    """Each rank holds the whole draft model, and takes its proposals from rank 0."""
+    """Each rank holds the whole draft model, on the device of its share, and takes its proposals from rank 0."""
     if speculation.method != "draft":
         return None
     if speculation.draft_model is None:
         raise UnsupportedModel("speculation with a draft model needs draft_model")
-    device = resolve_device(speculation.draft_model.device)
-    with memory_for(device, "the draft model", "speculation.draft_model"):
+    name: DeviceName = "cuda" if is_gpu(target.device) else "cpu"
+    settings = replace(speculation.draft_model, device=name)
+    if speculation.draft_model.device not in ("auto", name):
+        raise UnsupportedModel(
+            f"speculation.draft_model.device is {speculation.draft_model.device!r}, the model is on {name!r}"
+        )
+    with memory_for(target.device, "the draft model", "speculation.draft_model"):
         try:
-            draft = load_model(speculation.draft_model, ops=choose_ops(device), linear=linear)
+            draft = load_model(settings, ops=choose_ops(target.device), linear=linear)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"speculation.draft_model: {error}") from error
     if draft.vocab_size != target.vocab_size:

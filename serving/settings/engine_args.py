@@ -63,7 +63,8 @@ class SpeculationArgs(StrictModel):
     )
     draft_model: Annotated[ModelArgs | None, Field(validate_default=True)] = Field(
         default=None,
-        description="For `draft`: the smaller model, with the keys of `model`. It must have the same vocabulary.",
+        description="""For `draft`: the smaller model, with the keys of `model`. It must have the same
+        vocabulary, and runs on the model's device.""",
     )
     row_cost: Annotated[float, Field(ge=0, lt=1)] | None = Field(
         default=SPECULATION.row_cost,

@@ -41,6 +41,7 @@ from engine.runner.sample_table import SampleTable, pick_by_row
 from engine.runner.torch_runner import TorchRunner
 from engine.settings import (
     CacheSettings,
+    DeviceName,
     EngineSettings,
     ExecutionSettings,
     ModelSettings,
@@ -299,6 +300,27 @@ def test_the_draft_model_has_the_operators_of_its_device_too(
     runner, _ = make_rank(EngineSettings(model, CacheSettings(4, 4), speculation=speculation), OneRank())
     runner.close()
     assert given == [chosen, chosen]
+
+
+def test_a_draft_model_is_on_the_model_s_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy to the host takes pages of both: on two devices each failed, and no session's KV was kept there."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    model = ModelSettings(str(tmp_path), load_format="dummy", device="cpu")
+    given: list[str] = []
+
+    def load(settings: ModelSettings, **options: Any) -> Any:
+        given.append(settings.device)
+        return load_model(settings, **options)
+
+    def settings(device: DeviceName) -> EngineSettings:
+        speculation = SpeculationSettings(method="draft", draft_model=replace(model, device=device))
+        return EngineSettings(model, CacheSettings(4, 4), speculation=speculation)
+
+    monkeypatch.setattr(composition, "load_model", load)
+    make_rank(settings("auto"), OneRank())[0].close()
+    assert given == ["cpu", "cpu"]
+    with pytest.raises(UnsupportedModel, match=r"draft_model\.device is 'cuda', the model is on 'cpu'"):
+        make_rank(settings("cuda"), OneRank())
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
