@@ -203,7 +203,8 @@ async def _behind(
     """What a response goes on from that follows `found`, with all these items."""
     turns, at, previous = found
     anew = begun(body, items)
-    if not body.is_stored or _beginning(previous.body, service.model) != _beginning(body, service.model):
+    began = _beginning(previous.body, previous.made_by(service.model))
+    if not body.is_stored or began != _beginning(body, service.model):
         return anew
     session = await service.session(previous.session_id, tenant=tenant)
     if session is None:

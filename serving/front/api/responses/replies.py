@@ -11,6 +11,8 @@ from serving.front.api.answers.reader import AnswerReader
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.output import Event, OutputItems, Status
 from serving.front.api.responses.tools import OfferedTools
+from serving.text.reasoning.formats import ReasoningName
+from serving.text.tool_calls.formats import FormatName
 from serving.wire.turns import ErrorInfo, TurnEvent, TurnFinish
 
 _SERVER_ERROR = "server_error"
@@ -18,11 +20,14 @@ _SERVER_ERROR = "server_error"
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What is known of a response from its beginning on. `repeated`: the fields of its request that it repeats."""
+    """What is known of a response from its beginning on. `repeated`: the fields of its request that it repeats.
+    `tool_calls` and `reasoning`: the formats in which its model writes these (ModelInfo)."""
 
     id: str
     model_id: str
     repeated: Json
+    tool_calls: FormatName | None
+    reasoning: ReasoningName | None
     created_at: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -137,7 +137,9 @@ async def asked_response(
         before, response_id = await begin_response(service, body, tenant)
     else:
         response_id = new_response_id(before.session_id)
-    head = ResponseHead(response_id, adapter or model.model_id, body.repeated(model))
+    head = ResponseHead(
+        response_id, adapter or model.model_id, body.repeated(model), model.tool_calls, model.reasoning
+    )
     given = body.input[before.num_repeated :]
     items = await beside_streams(partial(canonical_items, given, response_id), len(given))
     turn_after = partial(Continued.turn, head=head, items=items, body=body)

@@ -100,6 +100,8 @@ class StoredResponse:
         said = {
             "created_at": head.created_at,
             "model": head.model_id,
+            "tool_calls": head.tool_calls,
+            "reasoning": head.reasoning,
             "before": before,
             "input": items,
             "body": body.asked(),
@@ -140,7 +142,15 @@ class StoredResponse:
     ) -> StoredResponse:
         body = ResponsesBody.model_validate(said["body"] | {"input": "-"}, strict=False)
         model_id = said.get("model", model.model_id)
-        head = ResponseHead(response_id, model_id, body.repeated(model), said["created_at"])
+        head = ResponseHead(
+            response_id,
+            model_id,
+            body.repeated(model),
+            # Notes of earlier versions lack these.
+            said.get("tool_calls", model.tool_calls),
+            said.get("reasoning", model.reasoning),
+            said["created_at"],
+        )
         repeats = said.get("repeats", False)
         return cls(head, repeats, said["before"], said["input"], body, session_id, turn_index, end)
 
@@ -162,8 +172,14 @@ class StoredResponse:
         assert response is not None
         return response
 
+    def made_by(self, model: ModelInfo) -> ModelInfo:
+        """The model with the formats in which it wrote this response: the settings may have changed since, or the
+        model."""
+        return replace(model, tool_calls=self.head.tool_calls, reasoning=self.head.reasoning)
+
     def reader(self, model: ModelInfo) -> ResponseReader:
         """A reader for the events of its turn, from the first one on."""
+        model = self.made_by(model)
         tools = self.body.offered_tools(model)
         reasoning = reads_thoughts(model, tools.use.constraint(self.body.held()))
         return ResponseReader(

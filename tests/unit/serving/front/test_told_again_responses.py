@@ -10,13 +10,15 @@ from typing import Any
 
 import openai
 import pytest
+from msgspec.structs import replace
 
 from serving.front.api.responses import background as responses_background
 from serving.front.api.responses.replayable_turn import ending
 from serving.front.api.responses.stream import CharacterNumbers, EventNumbers
-from serving.wire.turns import ErrorInfo, TurnCall, TurnEvent
+from serving.text.tool_calls.formats import FormatName
+from serving.wire.turns import ChatPrompt, ErrorInfo, TurnCall, TurnEvent
 from tests.unit.serving.front.test_background_responses import SLOW_S, FrontEnds, front_ends
-from tests.unit.serving.responses_client import WEATHER, Served, expected, user
+from tests.unit.serving.responses_client import MODEL, WEATHER, Served, expected, user
 
 BACKGROUND = [
     "response.created",
@@ -226,3 +228,29 @@ def test_an_end_that_failed_has_its_text_first() -> None:
     end = TurnEvent(text="abc", error=ErrorInfo(500, "c", "m"), in_thought=True)
     assert [(event.text, event.error) for event in ending(end, "c")] == [("c", None), ("abc", end.error)]
     assert ending(end, "") == [end]
+
+
+@pytest.mark.parametrize("later", [None, "mistral"])
+async def test_a_stored_response_is_read_in_the_format_in_which_it_was_written(
+    served: Served, later: FormatName | None
+) -> None:
+    """Settings of the model, and the model, may change while the log keeps its responses."""
+    asked: dict[str, Any] = {
+        "model": MODEL.model_id,
+        "temperature": 0,
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "max_output_tokens": 100,
+    }
+    conversation = await served.client.conversations.create()
+    said = await served.client.responses.create(input="Hi", conversation=conversation.id, **asked)
+    assert [item.type for item in said.output] == ["function_call"]
+    served.service.model = replace(served.service.model, tool_calls=later)
+    assert (await served.client.responses.retrieve(said.id)).output == said.output
+    items = await served.client.conversations.items.list(conversation.id)
+    assert [item.id for item in items.data] == [said.output[0].id, items.data[1].id]
+    await served.ask("And now?", previous_response_id=said.id)
+    prompt = served.service.calls[-1].prompt
+    assert isinstance(prompt, ChatPrompt)
+    told = [message.get("tool_calls") for message in prompt.messages]
+    assert [bool(calls) for calls in told] == [False, True, False]
