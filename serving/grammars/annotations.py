@@ -1,5 +1,6 @@
-"""Drops from a JSON schema what restricts nothing, and what llguidance would refuse: formats that it does not know, and
-`propertyNames` that allow every name. Schemas made by zod and pydantic have both.
+"""Drops from a JSON schema what restricts nothing, and what llguidance would refuse: formats that it does not know,
+`propertyNames` that allow every name, and `uniqueItems: false`. Schemas made by zod and pydantic have the first two,
+those of OpenAPI documents the last.
 
 A format that is not known is an annotation, as JSON Schema has it.
 """
@@ -58,6 +59,8 @@ def _kept(schema: Any) -> Any:
 def _restricts_nothing(word: str, value: Any) -> bool:
     if word == "propertyNames":
         return _allows_every_string(value)
+    if word == "uniqueItems":
+        return value is False
     return word == "format" and isinstance(value, str) and not _is_known_format(value[:_MAX_FORMAT_CHARS])
 
 

@@ -51,6 +51,12 @@ def test_schemas_of_zod_and_pydantic_are_enforced() -> None:
     assert constraint.complete
 
 
+def test_items_that_need_not_be_unique_are_enforced() -> None:
+    constraint = begun(schema({"type": "array", "items": {"type": "integer"}, "uniqueItems": False}))
+    feed(constraint, "[1, 1]")
+    assert constraint.complete
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("parameters", [ZOD_RECORD, MADE], ids=["zod", "pydantic"])
 def test_parameters_of_functions_are_enforced(name: FormatName, parameters: dict[str, Any]) -> None:
@@ -77,7 +83,12 @@ def test_parameters_of_functions_are_enforced(name: FormatName, parameters: dict
     ],
 )
 def test_they_are_dropped_wherever_a_schema_is(place: Any) -> None:
-    held = {"type": "string", "format": "path", "propertyNames": {"type": ["string"], "title": "Name"}}
+    held = {
+        "type": "string",
+        "format": "path",
+        "propertyNames": {"type": ["string"], "title": "Name"},
+        "uniqueItems": False,
+    }
     assert without_annotations(place(held)) == place({"type": "string"})
 
 
@@ -88,6 +99,7 @@ def test_they_are_dropped_wherever_a_schema_is(place: Any) -> None:
         {"enum": [{"format": "path"}], "examples": [{"propertyNames": {}}]},
         {"properties": {"format": {"type": "string"}, "propertyNames": {"type": "object"}}},
         {"required": ["format", "propertyNames"]},
+        *({"uniqueItems": each} for each in (True, None, 0)),
         {"properties": {"const": {"const": {"format": "path"}}}},
         *(
             {"propertyNames": each}
