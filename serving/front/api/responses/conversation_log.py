@@ -24,8 +24,7 @@ from serving.front.api.responses.continuations import Continued, begun, continue
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.schema import ResponsesBody
 from serving.front.api.responses.store import (
-    NO_RESPONSE,
-    find_response,
+    kept_response,
     new_response_id,
     sessions_of,
 )
@@ -262,11 +261,8 @@ async def _changes_of(
 async def _said_in(service: TurnService, entry: _Entry, tenant: str) -> list[Json] | None:
     """The items of a response, input and output; empty if it came to nothing. None: it is not known yet."""
     assert entry.response_id is not None
-    try:
-        stored = await find_response(service, entry.response_id, tenant)
-    except ServiceError as error:
-        if error.info.code != NO_RESPONSE:
-            raise
+    stored = await kept_response(service, entry.response_id, tenant)
+    if stored is None:
         return None if await _may_come(service, entry, tenant) else []
     if stored.end is None:
         return None

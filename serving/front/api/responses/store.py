@@ -214,6 +214,16 @@ async def find_response(service: TurnService, response_id: str, tenant: str) -> 
     return (await found_response(service, response_id, tenant)).stored
 
 
+async def kept_response(service: TurnService, response_id: str, tenant: str) -> StoredResponse | None:
+    """The response of this id; None if it was deleted, has expired or was never there. Raises ServiceError."""
+    try:
+        return await find_response(service, response_id, tenant)
+    except ServiceError as error:
+        if error.info.code != NO_RESPONSE:
+            raise
+        return None
+
+
 async def input_items(service: TurnService, response_id: str, tenant: str) -> list[Json]:
     """All items that the response's request sent. Raises ServiceError (404)."""
     turns, at, stored = await found_response(service, response_id, tenant)

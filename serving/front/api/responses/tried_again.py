@@ -13,7 +13,7 @@ from serving.front.api.responses.continuations import NOT_COMPARED
 from serving.front.api.responses.conversation_log import read_conversation
 from serving.front.api.responses.items import Json, canonical_items
 from serving.front.api.responses.schema import ResponsesBody
-from serving.front.api.responses.store import find_response
+from serving.front.api.responses.store import kept_response
 from serving.front.api.service import TurnService
 
 TRIED_AGAIN_WITHIN_S = 600.0
@@ -29,8 +29,8 @@ async def first_try(service: TurnService, body: ResponsesBody, tenant: str) -> s
     last_id = conversation.last_response_id
     if last_id is None or conversation.entries[-1].response_id != last_id:
         return None
-    stored = await find_response(service, last_id, tenant)
-    if time.time() - stored.head.created_at > TRIED_AGAIN_WITHIN_S:
+    stored = await kept_response(service, last_id, tenant)
+    if stored is None or time.time() - stored.head.created_at > TRIED_AGAIN_WITHIN_S:
         return None
     given = canonical_items(body.input, last_id)
     is_same = stored.body.asked() == body.asked() and _compared(stored.input) == _compared(given)

@@ -69,6 +69,17 @@ async def test_a_call_that_is_tried_again_adds_nothing_to_its_conversation(serve
     assert len(await texts(served.client, conversation.id)) == 9
 
 
+async def test_a_call_that_is_tried_again_behind_a_deleted_response_is_made(served: Served) -> None:
+    """The conversation keeps what the response said. It was looked up there, and the call was refused with 404."""
+    conversation = await served.client.conversations.create()
+    first = await served.ask("one", conversation=conversation.id)
+    await served.client.responses.delete(first.id)
+    again = {"x-stainless-retry-count": "1"}
+    second = await served.ask("one", conversation=conversation.id, extra_headers=again)
+    assert second.id != first.id
+    assert len(await texts(served.client, conversation.id)) == 4
+
+
 async def test_a_response_may_answer_what_is_there_already(served: Served) -> None:
     """An input was required. OpenAI's client does not require it."""
     conversation = await served.client.conversations.create(items=[user("zero")])
