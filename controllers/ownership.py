@@ -120,7 +120,6 @@ class OwnershipLedger:
         self._keys[entry.tenant].add(entry.session_id)
         self._recent.used(entry.session_id)
         self._expiries.watch(entry.session_id, self.expires_at_s(entry))
-        self._expiries.forget_outdated(len(self._rows))
         return entry
 
     def get(self, session_id: str) -> LedgerEntry:
@@ -246,6 +245,7 @@ class OwnershipLedger:
         if entry is None:
             return False
         del self._rows[session_id]
+        self._expiries.forget(session_id)
         self._recent.forget(session_id)
         self._leaves_owner(entry)
         self._forget_unused(entry.replica_id)
@@ -294,18 +294,18 @@ class OwnershipLedger:
         """When the session's idle timeout ends, if nobody uses it."""
         return expires_at_s(entry, self._default_timeout_s)
 
-    def past_timeout(self, now_s: float) -> list[LedgerEntry]:
+    def past_timeout(self, now_s: float) -> Iterator[LedgerEntry]:
         """Sessions whose idle timeout is over at the Unix time `now_s`. Besides these it looks only at sessions that
-        were used since the last look."""
-        return list(map(self.get, self._expiries.due(now_s)))
+        were used since the last look. It looks at a session only when it is asked for the next one, and sessions may
+        change and end meanwhile."""
+        return map(self.get, self._expiries.due(now_s))
 
     def soonest_expiry_s(self) -> float | None:
         """No further session's timeout ends before this time. None: there are no sessions."""
         return self._expiries.soonest_s()
 
-    def _expires_at_s(self, session_id: str) -> float | None:
-        entry = self._find(session_id)
-        return None if entry is None else self.expires_at_s(entry)
+    def _expires_at_s(self, session_id: str) -> float:
+        return self.expires_at_s(self.get(session_id))
 
     def _find(self, session_id: str) -> LedgerEntry | None:
         row = self._rows.get(session_id)

@@ -301,13 +301,12 @@ class SessionController:
 
     def expired(self) -> list[str]:
         """The expired sessions. Besides these it looks only at sessions that were used since the last look."""
-        return self._expiries.due(self._clock())
+        return list(self._expiries.due(self._clock()))
 
     def is_expired(self, session_id: str) -> bool:
         """Whether the session was idle for longer than its timeout. If it is closing, that is the time that an awaited
         turn has to come. Never true in a turn."""
-        at_s = self._expires_at_s(session_id)
-        return at_s is not None and at_s < self._clock()
+        return session_id in self._sessions and self._expires_at_s(session_id) < self._clock()
 
     def drop(self, session_id: str) -> None:
         """Forgets the session. Unknown ids are fine. Raises TurnInFlight if it has a turn: end that first."""
@@ -317,6 +316,7 @@ class SessionController:
         if session.turn is not None:
             raise TurnInFlight(f"{named(session_id)} has a turn in flight")
         del self._sessions[session_id]
+        self._expiries.forget(session_id)
         self._changed.add(session_id)
 
     def take_changed(self) -> set[str]:
@@ -402,17 +402,12 @@ class SessionController:
 
     def _watch(self, session_id: str) -> None:
         """Watches the deadline of a session that is new, or may be due earlier than before."""
-        at_s = self._expires_at_s(session_id)
-        assert at_s is not None
-        self._expiries.watch(session_id, at_s)
-        self._expiries.forget_outdated(len(self._sessions))
+        self._expiries.watch(session_id, self._expires_at_s(session_id))
         self._changed.add(session_id)
 
-    def _expires_at_s(self, session_id: str) -> float | None:
+    def _expires_at_s(self, session_id: str) -> float:
         """When the session is to be ended, if it is not used until then. In a turn: as if the turn ended now."""
-        session = self._sessions.get(session_id)
-        if session is None:
-            return None
+        session = self._sessions[session_id]
         if session.is_closed:
             return -math.inf
         idle_since_s = session.idle_since_s if session.turn is None else self._clock()

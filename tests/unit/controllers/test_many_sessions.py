@@ -12,6 +12,7 @@ from manual_clock import ManualClock
 from session_book import make_chain
 from store_turns import commit_turn, turn_of
 
+from controllers import session_ends
 from controllers.cluster import Cluster
 from controllers.ownership import OwnershipLedger
 from controllers.records import ForkOrder, LedgerEntry, ReplicaStatus, SessionRecord, SessionReport
@@ -104,6 +105,48 @@ def test_the_ledger_looks_at_those_that_may_have_expired(
 
 
 @COUNTS
+def test_ending_some_of_the_sessions_that_have_expired_looks_at_no_others(
+    cluster: Cluster, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """After a night without a cluster, each call ended some sessions and looked at all others. A hundred thousand held
+    up the controller for a second, again and again."""
+    monkeypatch.setattr(session_ends, "MOST_ENDED_AT_ONCE", 4)
+    open_sessions(cluster, count)
+    clock.advance(IDLE_S + 0.1)
+    looked: list[str] = []
+    get = OwnershipLedger.get
+
+    def counted(self: OwnershipLedger, session_id: str) -> LedgerEntry:
+        looked.append(session_id)
+        return get(self, session_id)
+
+    monkeypatch.setattr(OwnershipLedger, "get", counted)
+    assert len(cluster.expire_idle()) == 4
+    assert len(set(looked)) == 4
+
+
+def test_sessions_that_come_and_go_make_nobody_look_at_the_others(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ended sessions stayed in a heap. When they were more than the others, it was built anew: half a second for a
+    hundred thousand sessions, at the opening of one."""
+    open_sessions(cluster, 100)
+    looked: list[str] = []
+    expires_at_s = OwnershipLedger.expires_at_s
+
+    def counted(self: OwnershipLedger, entry: LedgerEntry) -> float:
+        looked.append(entry.session_id)
+        return expires_at_s(self, entry)
+
+    monkeypatch.setattr(OwnershipLedger, "expires_at_s", counted)
+    for _ in range(200):
+        cluster.open_session("new", "", None, None)
+        assert cluster.close_session("new", "")
+    assert set(looked) == {"new"}
+    assert len(cluster._ledger._expiries) == 100
+
+
+@COUNTS
 def test_a_session_book_looks_at_those_that_may_have_expired(
     clock: ManualClock, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
@@ -143,7 +186,7 @@ def test_the_garbage_collector_looks_at_no_session(cluster: Cluster) -> None:
     commit_turn(cluster, turn_of(0, 0, [1], session_id="s0"))
     gc.collect()
     ledger = cluster._ledger
-    assert not any(map(gc.is_tracked, [*dict.values(ledger._rows), *ledger._expiries._heap]))
+    assert not any(map(gc.is_tracked, [*dict.values(ledger._rows), *ledger._expiries._in_order]))
 
 
 @COUNTS
