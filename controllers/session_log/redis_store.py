@@ -95,6 +95,7 @@ class RedisSessionStore:
         self._clock = clock
         self._facts = ClusterFacts(self._log, self._cipher)
         self._cursor = 0  # of the walk over all sessions that `changes` continues
+        self._told: dict[bytes, bytes] = {}  # what others took, as the last call of `changes` returned it
         self._unreadable: set[str] = set()  # sessions of which the controller's log has told
 
     def open(self, record: SessionRecord, notes: Sequence[TurnNote] = ()) -> SessionRecord:
@@ -195,14 +196,13 @@ class RedisSessionStore:
             ("SET", self._log.alive_key(self._log.cluster), 1, "EX", ALIVE_S),
             *self._facts.kept(),
         ]
-        known = list(taken)
+        told = [key for key, epoch in taken.items() if self._told.get(key) == epoch]
         commands += [
-            ("HDEL", taken_key, *known[at : at + FIELDS_AT_ONCE])
-            for at in range(0, len(known), FIELDS_AT_ONCE)
+            ("HDEL", taken_key, *told[at : at + FIELDS_AT_ONCE]) for at in range(0, len(told), FIELDS_AT_ONCE)
         ]
         self._log.change(commands, though_full=True)
         claimable = self._claimable([member.decode() for member in members])
-        self._cursor = int(cursor)
+        self._cursor, self._told = int(cursor), taken
         return LogChanges(tuple((key.decode(), int(epoch)) for key, epoch in taken.items()), claimable)
 
     def load_all_entries(self) -> Iterator[LedgerEntry]:

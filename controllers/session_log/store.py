@@ -92,8 +92,8 @@ class SessionStore(Protocol):
         """
 
     def changes(self) -> LogChanges:
-        """What other clusters did since the last call. Also tells them that this cluster lives. To be called every
-        15 s or so."""
+        """What other clusters did since the last call, and perhaps the one before. Also tells them that this cluster
+        lives. To be called every 15 s or so."""
 
     def load_all_entries(self) -> Iterable[LedgerEntry]:
         """Every session of this cluster, without histories. Read it to the end before any other call."""

@@ -409,7 +409,35 @@ def test_what_others_took_is_read_however_much_it_is(upgrade: Upgrade) -> None:
     with upgrade.server.client() as client:
         client.hset(key, mapping={f"s{index}": 2 for index in range(9_000)})
         assert len(upgrade.old.store.changes().taken) == 9_000
+        upgrade.old.store.changes()
         assert client.hlen(key) == 0
+
+
+def test_what_others_took_is_told_again_if_redis_did_not_answer(upgrade: Upgrade) -> None:
+    """It was deleted before the former cluster knew of it. Then that cluster counted the session, and its replica kept
+    the KV, until the idle timeout."""
+    open_session(upgrade.old)
+    upgrade.old.turn("s", [1])
+    upgrade.new.turn("s", [2])
+    with answers_lost(), pytest.raises(StoreError):
+        upgrade.old.cluster.expire_idle()
+    assert upgrade.old.session_ids() == ["s"]
+    upgrade.old.cluster.expire_idle()
+    assert upgrade.old.session_ids() == []
+
+
+def test_a_session_that_came_back_is_not_taken_again(upgrade: Upgrade) -> None:
+    open_session(upgrade.old)
+    upgrade.old.turn("s", [1])
+    upgrade.new.turn("s", [2])
+    upgrade.old.cluster.expire_idle()
+    upgrade.old.turn("s", [3])
+    upgrade.old.cluster.expire_idle()
+    upgrade.old.turn("s", [4])
+    assert upgrade.old.session_ids() == ["s"]
+    upgrade.new.turn("s", [5])
+    upgrade.old.cluster.expire_idle()
+    assert upgrade.old.session_ids() == []
 
 
 def test_each_cluster_has_its_own_deployment(upgrade: Upgrade) -> None:
