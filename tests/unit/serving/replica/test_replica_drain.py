@@ -123,6 +123,26 @@ async def test_before_the_replica_is_stopped_all_go(served: Failover, clock: Man
     assert owners(served) == "bbb"
 
 
+async def test_while_nobody_takes_them_it_looks_at_all_sessions_once_a_second(
+    served: Failover, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a whole service was stopped, each replica looked at all of its sessions ten times a second: with 25,000 of
+    them its turns got tokens half of the time."""
+    a = served.rigs[0]
+    looks = []
+    snapshot = a.sessions.snapshot
+    monkeypatch.setattr(a.sessions, "snapshot", lambda: looks.append(clock()) or snapshot())
+    served.cluster.report_unreachable("b", True)
+    for _ in range(20):
+        await a.drain.hand_over()
+        clock.advance(DRAIN_AGAIN_S / 10)
+    assert len(looks) == 2
+    served.cluster.register_replica(served.rigs[1].heartbeats.status())
+    clock.now_s += DRAIN_WITHIN_S
+    await a.drain.hand_over()
+    assert owners(served) == "bbb"
+
+
 async def test_a_heartbeat_begins_no_drain_anew(served: Failover, clock: ManualClock) -> None:
     await served.rigs[0].drain.hand_over()
     await served.rigs[0].heartbeats.beat()
@@ -285,11 +305,13 @@ class TestStates:
         a = await drained_without_takers(served, clock)
         assert not a.hands_over
         served.controller.failures["offer_session"] = [StoreError("away")]
+        clock.advance(DRAIN_AGAIN_S)
         await a.hand_over()
         assert a.hands_over, "it is not known"
         await a.hand_over()
         assert not a.hands_over
         served.cluster.register_replica(served.rigs[1].heartbeats.status())
+        clock.advance(DRAIN_AGAIN_S)
         await a.hand_over()
         assert (a.hands_over, a.emptied) == (False, True)
 
