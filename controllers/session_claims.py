@@ -97,10 +97,19 @@ class SessionClaims:
             found, known = self._find(session_id), self._ledger.get(session_id)
             if (found.epoch, found.turns) == (known.epoch, known.turns):
                 return True
+            if (found.epoch, found.turns) < (known.epoch, known.turns):
+                self._pass_epochs(found, known.epoch)
         except SessionNotFound:
             pass
         self._drop(session_id)
         return False
+
+    def _pass_epochs(self, found: LedgerEntry, known: int) -> None:
+        """Gives a session of which a failover of Redis lost changes an epoch above those that it had. Somebody may
+        still hold it at one of them, with a turn that was lost."""
+        with self._stats.timed("assign"):
+            for epoch in range(found.epoch + 1, known + 2):
+                self._store.assign(found.session_id, found.replica_id, epoch)
 
     def refresh(self, expires_at_s: Callable[[LedgerEntry], float], now_s: float) -> list[str]:
         """Drops sessions that other clusters took. Claims sessions that are past their timeout and in no ledger. Those

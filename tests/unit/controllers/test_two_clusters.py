@@ -381,8 +381,30 @@ def test_a_failover_of_redis_that_lost_changes_is_recovered_from(upgrade: Upgrad
         upgrade.old.beat()
         client.set(prefix, kept)
     record = upgrade.old.turn("s", [3])
-    assert (record.epoch, record.turn_index) == (1, 1)
+    assert (record.epoch, record.turn_index) == (3, 1)
     assert unpack_tokens(upgrade.old.store.load("s").history).tolist() == [1, 3]
+
+
+def test_an_epoch_that_a_failover_lost_is_not_used_again(upgrade: Upgrade) -> None:
+    """The turn of a replica that had built on a lost turn was appended to a history that it did not know: the session
+    had come to the same epoch and number of turns again."""
+    open_session(upgrade.old)
+    upgrade.old.turn("s", [1])
+    key = f"kedge:{{{upgrade.log_name}}}:session:s"
+    cluster = upgrade.old.cluster
+    with upgrade.server.client() as client:
+        kept = client.get(key)
+        cluster.report_unreachable(cluster.session("s").replica_id, True)
+        upgrade.old.turn("s", [2])
+        in_flight = next_turn(*upgrade.old.begin("s"), [3])
+        client.set(key, kept)
+    cluster.report_unreachable(cluster.session("s").replica_id, True)
+    upgrade.old.replicas = ("old-3",)
+    upgrade.old.beat()
+    upgrade.old.turn("s", [9])
+    with pytest.raises(StaleEpoch):
+        commit_turn(cluster, in_flight)
+    assert unpack_tokens(upgrade.old.store.load("s").history).tolist() == [1, 9]
 
 
 def test_a_session_is_not_held_at_another_epoch_than_the_logs(upgrade: Upgrade) -> None:
@@ -399,7 +421,7 @@ def test_a_session_is_not_held_at_another_epoch_than_the_logs(upgrade: Upgrade) 
     with pytest.raises(StaleEpoch):
         upgrade.old.cluster.load_session("s", 2, owner.replica_id)
     owner, held = upgrade.old.begin("s")
-    assert (owner.epoch, held.epoch) == (2, 2)
+    assert (owner.epoch, held.epoch) == (4, 4)
     commit_turn(upgrade.old.cluster, next_turn(owner, held, [2]))
 
 
