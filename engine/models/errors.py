@@ -16,4 +16,5 @@ class UnsupportedModel(ModelError):
 
 
 class BadCheckpoint(ModelError):
-    """The weights do not fit the configuration: one is missing, left over, or of another shape."""
+    """A file cannot be read, or the weights do not fit the configuration: one is missing, left over, or of another
+    shape."""

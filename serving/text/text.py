@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from controllers.records import ModelFingerprint
 from engine.api import ContextLengthExceeded, InvalidRequest, TokenLogprob
+from engine.models.errors import BadCheckpoint
 from serving.garbage import unsearched
 from serving.text.bad_words import word_tokens
 from serving.text.chat_template import ChatTemplate
@@ -90,11 +91,17 @@ class TextProcessor:
 
     @classmethod
     def load(cls, path: str, *, vocab_size: int, max_context_len: int) -> TextProcessor:
-        """From a Hugging Face directory (which may lack a tokenizer) or a hub id."""
+        """From a Hugging Face directory (which may lack a tokenizer) or a hub id. Raises BadCheckpoint."""
         with unsearched():  # this imports transformers, which takes seconds
             from serving.text.tokenizer_files import load_tokenizer
 
-        return cls(load_tokenizer(path), vocab_size=vocab_size, max_context_len=max_context_len)
+        try:
+            tokenizer = load_tokenizer(path)
+        except Exception as error:
+            # transformers raises anything, and says neither that it is the tokenizer nor whose.
+            reason = f"{type(error).__name__}: {error}"
+            raise BadCheckpoint(f"{path}: the tokenizer cannot be read: {reason}") from error
+        return cls(tokenizer, vocab_size=vocab_size, max_context_len=max_context_len)
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from engine.api import ContextLengthExceeded, Finish, FinishReason, InvalidRequest, TokenLogprob
+from engine.models.errors import BadCheckpoint
 from serving.text.detokenizer import ByteDetokenizer, TokenBytes, WindowDetokenizer
 from serving.text.text import TextProcessor
 from serving.wire.turns import ChatPrompt, TextPrompt, TokenPrompt
@@ -381,6 +382,14 @@ def test_without_a_tokenizer_only_ids_work(tmp_path: Path) -> None:
             text.encode_prompt(prompt)
     with pytest.raises(InvalidRequest, match="no tokenizer"):
         text.output_text(("stop",))
+
+
+@pytest.mark.parametrize("written", ["", "{}", "version https://git-lfs.github.com/spec/v1\n"])
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path, written: str) -> None:
+    BYTE_LEVEL.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(written)
+    with pytest.raises(BadCheckpoint, match=f"^{tmp_path}: the tokenizer cannot be read: "):
+        TextProcessor.load(str(tmp_path), vocab_size=VOCAB_SIZE, max_context_len=100)
 
 
 def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
