@@ -82,8 +82,10 @@ def not_kedge(client: httpx.Client) -> ServerError:
 
 
 def unreachable(url: str, error: Exception) -> ServerError:
-    """An error that says that `url` does not answer, and why."""
+    """An error that says that `url` does not answer, and why. A server that takes calls is not said to be absent."""
     reason = str(error) or type(error).__name__
+    if isinstance(error, httpx.ReadTimeout | httpx.ReadError | httpx.RemoteProtocolError):
+        return ServerError(f"the server at {url} gave no answer ({reason}): it hangs, is very busy, or ends")
     return ServerError(f"no server at {url} ({reason}). Is it running? Start one with `make serve`.")
 
 

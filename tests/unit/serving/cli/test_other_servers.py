@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from serving.cli.client.server import ServerError, request_json, server_at
 from serving.cli.main import app
 from serving.cli.start.ready_line import answer
 
@@ -182,3 +184,18 @@ def test_an_address_that_is_written_otherwise_is_no_server_that_is_down(
     result = CliRunner().invoke(app, [*command, "--url", url], env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert result.output.strip() == f"kedge {command[0]}: --url or KEDGE_URL: {reason}"
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_server_that_takes_a_call_and_gives_no_answer_is_not_said_to_be_absent(hangs: bool) -> None:
+    """It was told as "no server", with the advice to start one."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        ending = threading.Thread(target=lambda: listening.accept()[0].close())
+        if not hangs:
+            ending.start()
+        with server_at(url, timeout=0.2) as client, pytest.raises(ServerError) as caught:
+            request_json(client, "GET", "/health")
+        if not hangs:
+            ending.join()
+    assert str(caught.value).startswith(f"the server at {url} gave no answer (")
