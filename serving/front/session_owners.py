@@ -153,7 +153,7 @@ class SessionOwners:
             try:
                 return await ask()
             except StoreError as error:
-                await self.pause(deadline_s, error_info(error))
+                await self.pause(deadline_s, error_info(error), error)
 
     async def close(self, key: str) -> bool:
         """Closes the session now, or when its turn in flight ends. False if there was none. Raises ControllerError and
@@ -195,9 +195,12 @@ class SessionOwners:
             self._cache.forget_replica(gone.replica_id)
             self._places.forget_replica(gone.replica_id)
 
-    async def pause(self, deadline_s: float, reason: ErrorInfo) -> None:
+    async def pause(self, deadline_s: float, reason: ErrorInfo, error: ControllerError | None = None) -> None:
+        """Raises `reason` as a ServiceError if the time is up. `error` may say more, which is for the log only."""
         pause_s = LOG_PAUSE_S if reason.code in LOG_AWAY else RETRY_PAUSE_S
         if now_s() + pause_s > deadline_s:
+            if error is not None:
+                logger.warning("a call is given up: %s", error)
             raise ServiceError(reason)
         await asyncio.sleep(pause_s)
 
@@ -245,7 +248,7 @@ class SessionOwners:
             try:
                 return await place()
             except (NoReplica, StoreError) as error:
-                await self.pause(deadline_s, error_info(error))
+                await self.pause(deadline_s, error_info(error), error)
             except ControllerError as error:
                 raise ServiceError(error_info(error)) from error
 

@@ -51,3 +51,16 @@ async def test_turns_opens_and_closes_are_refused_and_what_was_said_can_be_read(
     assert (await client.post("/v1/responses", json=following)).status_code == 200
     assert (await client.post("/open_session", json=opening)).json() == "s"
     assert (await client.post("/close_session", json={"session_id": "s"})).status_code == 200
+
+
+async def test_the_log_says_why_a_session_could_not_be_opened(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client must not be told paths, and nobody else was told them, or that the disk was full, unless a turn had to
+    commit meanwhile."""
+    with full_disk():
+        refusal = await client.post("/open_session", json={"session_id": "s", "capacity_of_str_len": 1000})
+    assert refusal.status_code == 503
+    assert "disk" not in refusal.text
+    (told,) = [each for each in caplog.records if each.name == session_owners.__name__]
+    assert told.getMessage().endswith("log.sqlite3: disk I/O error)")
