@@ -43,6 +43,7 @@ from serving.wire.calls import (
     Drain,
     Flush,
     ForkSession,
+    GetModelInfo,
     KeepNote,
     MetricsText,
     MoveSession,
@@ -120,6 +121,20 @@ class ClusterClient:
     @property
     def model(self) -> ModelInfo:
         return self._model
+
+    async def learn_model(self) -> None:
+        """Asks a replica what it serves. During an update the first that answered may have had older settings, or an
+        older model. The names are of this ingress's own settings, and stay."""
+        own = self._model
+        with suppress(ReplicaGone, ReplicaLate):
+            told = await self._replicas.call(ANY_REPLICA, GetModelInfo())
+            self._model = replace(
+                told,
+                model_id=own.model_id,
+                aliases=own.aliases,
+                adapters=own.adapters,
+                created=own.created,
+            )
 
     @asynccontextmanager
     async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:

@@ -72,6 +72,7 @@ CACHED_PLACES = 200_000
 STOP_TIMEOUT_S = 5.0
 """How long responses that are broken off may take to write their ends to the session log."""
 RELOAD_KEYS_INTERVAL_S = 2.0
+LEARN_MODEL_INTERVAL_S = 5.0
 RELOAD_KEYS_TIMEOUT_S = 10.0
 
 
@@ -146,6 +147,7 @@ class Ingress:
         self._departure = Departure(siblings, metrics.ingress_id)
         self._tasks.every(LOOK_FOR_DEPARTURE_S, self._look_for_departure, timeout_s=2 * FIGURES_TIMEOUT_S)
         self._expire_idle_sessions(controller)
+        self._tasks.every(LEARN_MODEL_INTERVAL_S, self._service.learn_model, timeout_s=2 * CALL_TIMEOUT_S)
         self._tasks.every(RELOAD_KEYS_INTERVAL_S, self._reload_keys, timeout_s=RELOAD_KEYS_TIMEOUT_S)
         self._operator_port = self._opened_for_operators()
         environment.settle()
@@ -299,7 +301,7 @@ async def actor_has_died(address: ReplicaAddress) -> bool:
 
 async def _model_info(calls: ReplicaCalls, settings: ModelArgs) -> ModelInfo:
     """The served model. Asks until a replica answers: models may take minutes to load. During an update that may be one
-    with older settings, so all names come from this ingress's own."""
+    with older settings, so all names come from this ingress's own, and ClusterClient.learn_model asks again."""
     waits = False
     async with asyncio.timeout(START_TIMEOUT_S):
         while True:
