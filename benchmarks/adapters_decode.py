@@ -1,7 +1,7 @@
 """What adapters cost a CPU: a runner's decode steps and prompts with none, with one, and with a different one for each
 stream, in turn in one process.
 
-    PYTHONPATH=. python benchmarks/adapters_decode.py --model FOLDER --load-format dummy --json adapters.json
+    python -m benchmarks.adapters_decode --model FOLDER --load-format dummy --json adapters.json
 
 The adapters have random weights for all seven matrices of a layer. Beside the times: the bytes of weights that a step
 reads of the model, and of the adapters.
@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import OtherProcesses, Spread, save_record, time_calls
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
+from benchmarks.measure import OtherProcesses, Spread, save_record, time_calls
 from engine.api import SamplingParams
 from engine.batch import BatchItem, SampleSpec, ScheduledBatch
 from engine.build_runner import build_runner

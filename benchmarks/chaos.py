@@ -1,7 +1,7 @@
 """Kills processes of a running cluster while clients talk to it, and checks whether a token was lost, doubled or wrong.
 
     make serve
-    python benchmarks/chaos.py --seconds 600 --every-s 15 --json chaos.json     # on the same machine
+    python -m benchmarks.chaos --seconds 600 --every-s 15 --json chaos.json     # on the same machine
 
 Every turn is checked, in the ways that benchmarks/session_talkers.py lists.
 """
@@ -17,11 +17,12 @@ import statistics
 import time
 
 import httpx
-from processes import siblings
 from rich.console import Console
 from rich.table import Table
-from session_talkers import SILENCE_S, Findings, Talker
-from talk_run import check_ends, conclude, failures_line, open_client, talk_arguments, talking
+
+from benchmarks.processes import siblings
+from benchmarks.session_talkers import SILENCE_S, Findings, Talker
+from benchmarks.talk_run import check_ends, conclude, failures_line, open_client, talk_arguments, talking
 
 STOPPED_S = 15.0
 """Longer than a replica may be silent."""

@@ -17,7 +17,8 @@ def measure_in_turn(
     script: str, asked: dict[str, Any], against: Path | None, rounds: int
 ) -> dict[str, dict[str, float]]:
     """Medians of the figures that `script --worker ASKED` prints as JSON, by checkout: "now", and "before" if `against`
-    names another checkout. The script is always this checkout's; the modules it imports are those of each checkout."""
+    names another checkout. `script` is the path of a file of this checkout. It is run as a file, and a worker imports
+    nothing of benchmarks: the modules that it imports are those of each checkout."""
     checkouts = {"now": Path.cwd()} | ({} if against is None else {"before": against.resolve()})
     found: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
     for _ in range(rounds):

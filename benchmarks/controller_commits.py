@@ -1,7 +1,7 @@
 """Turns per second through the cluster controller and its session log, as many streams commit one after another.
 
-    PYTHONPATH=. python benchmarks/controller_commits.py --json benchmarks/results/controller_commits.json
-    PYTHONPATH=. python benchmarks/controller_commits.py --ray --against ../before
+    python -m benchmarks.controller_commits --json benchmarks/results/controller_commits.json
+    python -m benchmarks.controller_commits --ray --against ../before
 
 It calls the methods of the actor's class in a process of their own, in which the streams run as well. With --ray it
 sends turns to a real actor, as replicas do. `--against` names another checkout that is measured in turn. The log is in
@@ -226,7 +226,7 @@ def flush_ms(folder: str) -> float:
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
-    from checkouts import measure_in_turn
+    from benchmarks.checkouts import measure_in_turn
 
     rows = []
     shape = {name: getattr(args, name) for name in ("sessions", "earlier_turns", "cut", "note")}
@@ -286,7 +286,7 @@ def main() -> None:
         through = through_ray if args.worker["ray"] else through_methods
         print(json.dumps(asyncio.run(through(args.worker))))
         return
-    from measure import save_record
+    from benchmarks.measure import save_record
 
     found = measured(args)
     Console(width=110).print(table_of(found))

@@ -1,7 +1,7 @@
 """What the cluster controller's calls cost, and its memory, by the number of sessions that it holds.
 
-    PYTHONPATH=. python benchmarks/controller_sessions.py --json benchmarks/results/controller_sessions.json
-    PYTHONPATH=. python benchmarks/controller_sessions.py --against ../before --sessions 1000,100000
+    python -m benchmarks.controller_sessions --json benchmarks/results/controller_sessions.json
+    python -m benchmarks.controller_sessions --against ../before --sessions 1000,100000
 
 Each figure comes from a process of its own. It opens a log in a file with that many sessions, as a restarted controller
 does. Ten replicas own the sessions. Times are CPU time of that process, which includes unpickling the messages; no wait
@@ -21,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def cpu_s(call: Callable[[], object]) -> float:
 
 
 def median_us(call: Callable[[int], object], times: int) -> float:
-    return statistics.median(cpu_s(lambda at=at: call(at)) for at in range(times)) * 1e6
+    return statistics.median(cpu_s(partial(call, at)) for at in range(times)) * 1e6
 
 
 def worker(asked: dict[str, Any]) -> dict[str, float]:
@@ -198,8 +199,8 @@ def main() -> None:
     if args.worker is not None:
         print(json.dumps(worker(args.worker)))
         return
-    from checkouts import measure_in_turn
-    from measure import save_record
+    from benchmarks.checkouts import measure_in_turn
+    from benchmarks.measure import save_record
 
     rows = []
     for sessions in map(int, args.sessions.split(",")):

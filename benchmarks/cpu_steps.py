@@ -1,6 +1,6 @@
 """Steps on a CPU in the compiled kernels beside torch's operators: decode and prefill, of one and of eight streams.
 
-    PYTHONPATH=. python benchmarks/cpu_steps.py --json cpu_steps.json
+    python -m benchmarks.cpu_steps --json cpu_steps.json
 
 Both hold the same random weights and are timed in turn (A B A B). The floor of a decode step is the bytes of weights
 that it reads, over the bandwidth of a copy that is measured before each round with as many threads. A step cannot be
@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine_decode import EMBEDDED, PAGE_SIZE, step_call
-from measure import OtherProcesses, copy_bandwidth, save_record
 from rich.console import Console
 from rich.table import Table
-from weight_bandwidth import MODEL, VARIANTS
 
+from benchmarks.engine_decode import EMBEDDED, PAGE_SIZE, step_call
+from benchmarks.measure import OtherProcesses, copy_bandwidth, save_record
+from benchmarks.weight_bandwidth import MODEL, VARIANTS
 from engine.api import SamplingParams
 from engine.batch import BatchItem, SampleSpec, ScheduledBatch
 from engine.build_runner import build_runner

@@ -1,6 +1,6 @@
 """What `execution.deterministic` costs on a CPU: steps with it beside the same steps without.
 
-    PYTHONPATH=. python benchmarks/determinism_cost.py --json determinism_cost.json
+    python -m benchmarks.determinism_cost --json determinism_cost.json
 
 Both are timed in turn (A B A B). With float32 arithmetic they read the same weights at the same addresses. A ratio is
 the median, over rounds, of the time without over the time with.
@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from cpu_steps import Model, compare, load, median_s, runner_of
-from engine_decode import PAGE_SIZE
-from measure import OtherProcesses
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.cpu_steps import Model, compare, load, median_s, runner_of
+from benchmarks.engine_decode import PAGE_SIZE
+from benchmarks.measure import OtherProcesses
 from engine.api import SamplingParams
 from engine.batch import BatchItem, SampleSpec, ScheduledBatch
 from engine.models.loader import LoadedModel

@@ -1,7 +1,7 @@
 """The engine's own CPU time per step: with clients in its process, and in a process that has none.
 
-    PYTHONPATH=.:tests/cluster kedge serve null.yaml     # import_path: null_app:build; STATE_DIR/counts says [0, 0, 0]
-    chrt -f 50 python benchmarks/engine_beside_clients.py --counts STATE_DIR/counts --json engine_beside_clients.json
+    PYTHONPATH=. kedge serve null.yaml     # import_path: tests.cluster.null_app:build; STATE_DIR/counts says [0, 0, 0]
+    chrt -f 50 python -m benchmarks.engine_beside_clients --counts STATE_DIR/counts --json engine_beside_clients.json
 
 Both run the real engine around the null runner, whose steps wait for 2 ms, with sessions of as many turns of the same
 length. Clients leave gaps, so a step has fewer items than there are streams; the engine without clients then runs that
@@ -25,12 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measure import save_record
-from null_app import COUNTED_EVERY, STEP_S, null_engine
 from rich.console import Console
 from rich.table import Table
-from token_cost import run
 
+from benchmarks.measure import save_record
+from benchmarks.token_cost import run
 from engine.api import Engine, GenerateRequest, SamplingParams, TokenDelta
 from engine.settings import (
     CacheSettings,
@@ -39,6 +38,7 @@ from engine.settings import (
     SchedulerSettings,
     SpeculationSettings,
 )
+from tests.cluster.null_app import COUNTED_EVERY, STEP_S, null_engine
 
 MODEL = Path("assets/models/kedge-chat")  # for its vocabulary's size; run from the repository root
 PROMPT, TOKENS = 16, 64

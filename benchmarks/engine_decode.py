@@ -1,6 +1,6 @@
 """The engine alone, no Ray and no HTTP: tokens/s of one and of several streams, and where a step's time goes.
 
-    PYTHONPATH=. python benchmarks/engine_decode.py --json engine.json
+    python -m benchmarks.engine_decode --json engine.json
 
 Three things are timed, round by round in turn: the whole engine decoding (scheduler, runner and deltas on the engine's
 own thread), the runner's step alone, and the same engine around the null runner, which is the Python work per step.
@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import OtherProcesses, save_record, time_calls
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.measure import OtherProcesses, save_record, time_calls
 from engine.api import GenerateRequest, SamplingParams, TokenDelta
 from engine.assembly import assemble_engine
 from engine.batch import BatchItem, SampleSpec, ScheduledBatch
@@ -120,6 +120,7 @@ def executing(runner: TorchRunner, items: list[BatchItem]) -> Callable[[], objec
 
 def make_runner(settings: EngineSettings) -> TorchRunner:
     runner = build_runner(load_model(settings.model), settings.cache)
+    assert isinstance(runner, TorchRunner)
     for paged in (runner._pool.full, runner._pool.window):
         if paged is not None:
             paged.kv_LJKSD.zero_()

@@ -5,6 +5,7 @@ runner."""
 
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 from ray.serve.deployment import Application
@@ -20,7 +21,9 @@ from tests.cluster.null_app import COUNTS, PACE, STEP_S, null_engine
 
 
 def beside(make: EngineFactory, settings: EngineSettings, sink: DeltaSink) -> Engine:
-    mailbox: Mailbox = sink.__self__  # the replica's event loop is known to nothing else here
+    assert isinstance(sink, MethodType)
+    mailbox = sink.__self__  # the replica's event loop is known to nothing else here
+    assert isinstance(mailbox, Mailbox)
     return ProcessEngine(make, settings, sink, mailbox._loop)
 
 

@@ -1,6 +1,6 @@
 """Time to the first token for clients that send whole histories, beside a client that sends only what is new.
 
-    PYTHONPATH=. python benchmarks/history_ttft.py --rounds 5 --json history_ttft.json
+    python -m benchmarks.history_ttft --rounds 5 --json history_ttft.json
 
 It serves the built-in model itself, with one replica. In each round each kind of client has a conversation of its own.
 The clients alternate turn by turn, and each round begins with another of them (A B C, B C A), so other work on the
@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from conversing_clients import Speaker, Way, open_client
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.conversing_clients import Speaker, Way, open_client
 from serving.cli.load.machine import CpuMeter, CpuShares, describe_machine
 from serving.cli.load.prompts import PromptSource
 from serving.cli.load.punctuality import Punctuality
@@ -131,7 +131,7 @@ def main() -> None:
     shapes = [shape for shape in SHAPES if args.shape is None or shape.name in args.shape]
     table = Table("", "clients send", "prompt, tokens", "computed", "turns 2-4, ms", "turns 18-20 (best), ms",
                   "to a session's (best)", title="time to the first token; prompts of turns 18-20")  # fmt: skip
-    records = []
+    records: list[dict[str, Any]] = []
     served = ServedCluster(ROOT / "configs" / "cluster.yaml", one_replica)
     try:
         served.start()

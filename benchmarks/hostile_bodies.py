@@ -68,7 +68,8 @@ def _not_ours(size_bytes: int) -> Iterator[HostileBody]:
     yield HostileBody("backslashes up to the size limit", CHAT, b'{"a":"' + b"\\" * (size_bytes - 64) + b'"}')
     yield HostileBody("lists 5,000 deep", CHAT, b'{"messages":' + b"[" * 5_000 + b"]" * 5_000 + b"}")
     yield HostileBody("a number of 4 MB", COMPLETIONS, b'{"prompt":[' + b"9" * (4 * MIB - 64) + b"]}")
-    yield _chat("40,000 unknown fields", **{f"unknown{n}": 0 for n in range(40_000)})
+    unknown: dict[str, Any] = {f"unknown{n}": 0 for n in range(40_000)}
+    yield _chat("40,000 unknown fields", **unknown)
 
 
 def _messages(size_bytes: int) -> Iterator[HostileBody]:
@@ -125,8 +126,8 @@ def _fields_of_chat() -> Iterator[HostileBody]:
     for _ in range(180):
         deep = {"a": deep}
     yield _chat("a chat_template_kwargs 180 deep", chat_template_kwargs=deep)
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    tools = [tool | {"function": tool["function"] | {"name": f"f{n}"}} for n in range(128)]  # type: ignore[operator]
+    takes = {"parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": {"name": f"f{n}"} | takes} for n in range(128)]
     yield _chat("128 tools", tools=tools)
     yield _chat("128 tools, one of which must be called", tools=tools, tool_choice="required")
     wide = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(1_500)}}
@@ -141,7 +142,8 @@ def _fields_of_chat() -> Iterator[HostileBody]:
         tools=[{"type": "function", "function": {"name": "f", "parameters": huge}}],
     )
     yield _chat(
-        "a tool of 1 MB", tools=[tool | {"function": {"name": "f", "description": "a " * (MIB // 2)}}]
+        "a tool of 1 MB",
+        tools=[{"type": "function", "function": {"name": "f", "description": "a " * (MIB // 2)}}],
     )
     yield _chat("2,000 biases", logit_bias={str(n % 2_000): 0 for n in range(2_000)})
     yield _chat("30,000 biases", logit_bias={str(n): 0 for n in range(30_000)})

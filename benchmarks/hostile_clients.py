@@ -1,6 +1,6 @@
 """Hostile clients beside ordinary ones: how much slower the ordinary clients get, and what the server holds.
 
-    python benchmarks/hostile_clients.py --server-pid "$(pgrep -f 'kedge serve')" --json hostile_clients.json
+    python -m benchmarks.hostile_clients --server-pid "$(pgrep -f 'kedge serve')" --json hostile_clients.json
 
 Some sessions always have a streamed turn in flight. Each attack is measured in turn, without it and with it, A B A B.
 An attack runs in a process of its own. On a machine of few cores the ordinary clients lack the CPU that it uses.
@@ -24,11 +24,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-from hostile_connections import ATTACKS
-from measure import save_record
-from processes import Held, held_by
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.hostile_connections import ATTACKS
+from benchmarks.measure import save_record
+from benchmarks.processes import Held, held_by
 
 LONGEST_HISTORY = 600
 SETTLE_S = 3.0
@@ -125,9 +126,16 @@ class Sessions:
 async def attack(name: str, args: argparse.Namespace) -> AsyncIterator[dict[str, int]]:
     """Runs the attack in a process of its own until the context ends. Then the dictionary has its counts."""
     address = urlsplit(args.url)
-    script = Path(__file__).with_name("hostile_connections.py")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, script, name, address.hostname or "", str(address.port), str(args.scale)),
+        *(
+            sys.executable,
+            "-m",
+            "benchmarks.hostile_connections",
+            name,
+            address.hostname or "",
+            str(address.port),
+            str(args.scale),
+        ),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

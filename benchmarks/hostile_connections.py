@@ -12,7 +12,7 @@ import resource
 import socket
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 READERS = 16
@@ -203,7 +203,7 @@ async def many_turns(attack: Attack) -> None:
     await attack.side_by_side(attack.number(TURNS), one)
 
 
-ATTACKS: dict[str, Callable[[Attack], Awaitable[None]]] = {
+ATTACKS: dict[str, Callable[[Attack], Coroutine[None, None, None]]] = {
     "never read": never_read,
     "the same, read": read_at_once,
     "send slowly": send_slowly,

@@ -1,6 +1,6 @@
 """The cost of knowing which KV belongs to which history: a turn's hashing by length of history, and one-time costs.
 
-    PYTHONPATH=. python benchmarks/kv_identity.py --json kv_identity.json
+    python -m benchmarks.kv_identity --json kv_identity.json
 
 A turn compares the slot's chain with its history's, and extends both by its tokens. One-time costs are the chain of a
 history that was loaded from the log, the comparison with KV that differs, and a copy for the host or for a fork.
@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from measure import save_record
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.measure import save_record
 from cache.token_chain import KVIdentity, TokenChain
 
 IDENTITY = KVIdentity("fingerprint", "format")

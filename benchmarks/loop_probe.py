@@ -85,8 +85,9 @@ def _start(_: Any) -> None:
     import time
     import types
 
-    state = types.SimpleNamespace(stalls=[], tasks=[])
-    sys.modules["kedge_loop_probe"] = state  # type: ignore[assignment]
+    state: Any = types.ModuleType("kedge_loop_probe")
+    state.stalls, state.tasks = [], []
+    sys.modules["kedge_loop_probe"] = state
 
     async def beat(longest: list[float]) -> None:
         while True:
@@ -108,9 +109,9 @@ def _start(_: Any) -> None:
             loop.call_soon_threadsafe(begin, loop)
 
 
-def _taken(_: Any) -> list[tuple[float, float, float]]:
+def _taken(_: Any) -> list[tuple[float, ...]]:
     state: Any = sys.modules["kedge_loop_probe"]
     stalls = [tuple(longest) for longest in state.stalls]
     for longest in state.stalls:
         longest[:] = [0.0, 0.0, 0.0]
-    return stalls  # type: ignore[return-value]
+    return stalls

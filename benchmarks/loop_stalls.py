@@ -1,6 +1,6 @@
 """How long one request can hold the event loops of a served cluster: those of front end, replicas and controller.
 
-    python benchmarks/loop_stalls.py --ray-address 127.0.0.1:6379 --json loop_stalls.json
+    python -m benchmarks.loop_stalls --ray-address 127.0.0.1:6379 --json loop_stalls.json
 
 First it sends each hostile body by itself, `--repeats` times on an idle cluster: the median of its longest stalls
 counts. Then it sends all bodies and calls of two tenants at random, `--clients` at a time, for `--fuzz-s` seconds: the
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from hostile_bodies import CONVERSATIONS, HostileBody, hostile_bodies
-from loop_probe import LoopProbe, Stall
-from measure import save_record
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.hostile_bodies import CONVERSATIONS, HostileBody, hostile_bodies
+from benchmarks.loop_probe import LoopProbe, Stall
+from benchmarks.measure import save_record
 from serving.front.api.body_limits import BodyLimits
 from tests.unit.serving.front.test_two_tenants import COMMON_IDS, Tenant, some_call
 

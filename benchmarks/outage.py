@@ -2,7 +2,7 @@
 lost or doubled, how soon all sessions continue, and whether any history is computed again.
 
     make serve CONFIG=with_redis.yaml       # controller.redis_url names a Redis on this machine
-    python benchmarks/outage.py --away redis --seconds 30 --json outage.json      # on the same machine
+    python -m benchmarks.outage --away redis --seconds 30 --json outage.json      # on the same machine
 
 `--away redis` stops (SIGSTOP) the Redis of the log, `--away controller` the controller's actor;
 `--away controller-dies` kills the actor again and again. Every turn is checked, in the ways that
@@ -24,13 +24,14 @@ from typing import Any
 
 import httpx
 import redis
-from processes import siblings
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
-from session_talkers import Findings
-from streaming_talkers import StreamingTalker, longest_gap_s
-from talk_run import check_ends, conclude, failures_line, open_client, talk_arguments, talking
+
+from benchmarks.processes import siblings
+from benchmarks.session_talkers import Findings
+from benchmarks.streaming_talkers import StreamingTalker, longest_gap_s
+from benchmarks.talk_run import check_ends, conclude, failures_line, open_client, talk_arguments, talking
 
 CONTROLLER = "ray::ClusterController"
 KILL_AGAIN_S = 0.25

@@ -1,6 +1,6 @@
 """Sessions that hold five times the device's KV pool, against the same load over a pool ten times as large.
 
-    python benchmarks/overload.py --seconds 600 --json overload.json
+    python -m benchmarks.overload --seconds 600 --json overload.json
 
 Both engines run in turn, A B A B, with 64 clients that always have a turn in flight. Afterwards a fresh engine
 generates a sample of turns again, which must be the same token for token, and every page of every pool is audited.
@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from measure import OtherProcesses, save_record
 from rich.console import Console
 from rich.table import Table
-from sessions_load import Clients, Load, Turn
 
+from benchmarks.measure import OtherProcesses, save_record
+from benchmarks.sessions_load import Clients, Load, Turn
 from engine.api import GenerateRequest, SamplingParams
 from engine.build import build_engine
 from engine.engine import LocalEngine

@@ -3,7 +3,7 @@ and the drain of a node. It shows whether a turn fails, how long turns wait for 
 ever stops.
 
     make serve CONFIG=my.yaml
-    python benchmarks/planned_changes.py --config my.yaml --rounds 3 --json planned_changes.json
+    python -m benchmarks.planned_changes --config my.yaml --rounds 3 --json planned_changes.json
 
 A node is drained only if `--ray-address` names the cluster. The replicas must be on other nodes than the head. A new
 node is started before one of theirs is drained. This is not measured: if nodes are machines, it takes nothing from the
@@ -30,13 +30,14 @@ from typing import Any
 
 import httpx
 import yaml
-from ray_dashboard import open_dashboard
-from ray_nodes import RayNodes
 from rich.console import Console
 from rich.table import Table
-from session_talkers import Findings
-from streaming_talkers import PrefillTime, StreamedTurn, StreamingTalker, longest_gap_s
-from talk_run import check_ends, conclude, failures_line, open_client, talk_arguments, talking
+
+from benchmarks.ray_dashboard import open_dashboard
+from benchmarks.ray_nodes import RayNodes
+from benchmarks.session_talkers import Findings
+from benchmarks.streaming_talkers import PrefillTime, StreamedTurn, StreamingTalker, longest_gap_s
+from benchmarks.talk_run import check_ends, conclude, failures_line, open_client, talk_arguments, talking
 
 SETTLED_S = 180.0
 LATE_S = 1.0
@@ -207,7 +208,7 @@ def over_rounds(rounds: list[dict[str, Any]], change: str) -> dict[str, float]:
     spans = [span for span in rounds if span["change"] == change]
 
     def over(name: str) -> float:
-        values = [span[name] for span in spans]
+        values: list[float] = [span[name] for span in spans]
         if name in COUNTED:
             return sum(values)
         return round(statistics.median(values), 3) if name.endswith("median_s") else max(values)

@@ -1,6 +1,6 @@
 """Which alerts fire in an hour of mixed load, with rolling updates, drains, killed replicas and gaps in the scrapes?
 
-    PYTHONPATH=.:benchmarks:tests/cluster python benchmarks/quiet_hour.py --json quiet_hour.json
+    python -m benchmarks.quiet_hour --json quiet_hour.json
 
 Starts a cluster of the shipped config, and Debian's Prometheus beside it with the shipped rules. Prometheus scrapes
 and evaluates as often as configs/monitoring/prometheus.yml says. The load is benchmarks/soak.py: it checks every turn,
@@ -21,11 +21,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from live_prometheus import LivePrometheus
-from measure import save_record
 from rich.console import Console
 from rich.table import Table
-from served_cluster import ROOT, ServedCluster, eventually
+
+from benchmarks.measure import save_record
+from tests.cluster.live_prometheus import LivePrometheus
+from tests.cluster.served_cluster import ROOT, ServedCluster, eventually
 
 EXPECTED = {"KedgeReplicaLost"}
 """Alerts that must fire, since replicas are killed."""
@@ -43,12 +44,12 @@ ALL_UP_TIMEOUT_S = 180.0
 def load(cluster: ServedCluster, folder: Path, args: argparse.Namespace) -> subprocess.Popen[bytes]:
     with cluster.dashboard() as dashboard:
         address = str(dashboard.base_url)
-    command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--url", cluster.url]
+    command = [sys.executable, "-m", "benchmarks.soak", "--url", cluster.url]
     command += ["--dashboard", address, "--config", str(cluster.config), "--hours", str(args.hours)]
     command += ["--sessions", str(args.sessions), "--every-s", str(args.every_s), "--seed", str(args.seed)]
     command += ["--strike", "drain", "update", "--json", str(folder / "soak.json")]
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": cluster.token}
-    return subprocess.Popen(command, env=os.environ | token, stdout=subprocess.DEVNULL)
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | token, stdout=subprocess.DEVNULL)
 
 
 def kill_one(cluster: ServedCluster) -> None:

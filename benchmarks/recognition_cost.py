@@ -1,6 +1,6 @@
 """The cost of recognizing whole conversations: hashing a body beside parsing it, and an index of a million places.
 
-    PYTHONPATH=. python benchmarks/recognition_cost.py --json recognition_cost.json
+    python -m benchmarks.recognition_cost --json recognition_cost.json
 
 Parsing is everything that turns a chat's bytes into a call: JSON, the schema, the messages as templates take them.
 Hashing is the cost that recognition adds. Times are CPU time; each round measures both (A B A B), and medians count.
@@ -25,11 +25,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from measure import save_record
 from rich.console import Console
 from rich.table import Table
 from starlette.types import Message
 
+from benchmarks.measure import save_record
 from engine.api import SamplingParams
 from serving.cli.load.prompts import PromptSource
 from serving.front.api.body_limits import BodyLimits

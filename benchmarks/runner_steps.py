@@ -1,7 +1,7 @@
 """A model's load and its runner's steps: decodes of some streams and 512 tokens of a prompt. It needs memory for one
 copy of the weights, and compares commits where the engine's own benchmark would need two.
 
-    PYTHONPATH=. python benchmarks/runner_steps.py --model FOLDER --json steps.json
+    python -m benchmarks.runner_steps --model FOLDER --json steps.json
 
 The streams' tokens differ, so that they choose different experts, if there are any.
 """
@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import OtherProcesses, save_record, time_calls
 from rich.console import Console
 
+from benchmarks.measure import OtherProcesses, save_record, time_calls
 from engine.api import SamplingParams
 from engine.batch import BatchItem, SampleSpec, ScheduledBatch
 from engine.build_runner import build_runner
@@ -65,6 +65,7 @@ def main() -> None:
     longest = max(args.context + PROMPT_TOKENS, max(args.streams) * (args.context + PAGE_SIZE))
     num_pages = longest // PAGE_SIZE
     runner = build_runner(loaded, CacheSettings(PAGE_SIZE, num_pages, window_ratio=1.0))
+    assert isinstance(runner, TorchRunner)
     for paged in (runner._pool.full, runner._pool.window):
         if paged is not None:
             paged.kv_LJKSD.zero_()

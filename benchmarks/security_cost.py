@@ -1,6 +1,6 @@
 """What keys, tenants, limits and an encrypted log cost a turn: CPU time of the whole way in one process.
 
-    PYTHONPATH=. python benchmarks/security_cost.py --json security_cost.json
+    python -m benchmarks.security_cost --json security_cost.json
 
 It runs the HTTP application, a replica's turn, the engine on the null runner, and the session log in a file: everything
 but Ray, the network and the model. The ways alternate in blocks, so other work on the machine affects each of them. The
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from measure import save_record
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.measure import save_record
 from controllers.cluster import Cluster
 from controllers.session_log.log_cipher import KEY_BYTES, LogCipher
 from controllers.session_log.sqlite_store import SqliteSessionStore

@@ -3,8 +3,8 @@
 Drives `kedge bench` against running servers, several rounds in turn (A B A B), and prints medians over the rounds that
 were not rejected. With one server it measures that one; with several they are compared in the same run:
 
-    chrt -f 50 python benchmarks/serve_overhead.py --json serve.json
-    chrt -f 50 python benchmarks/serve_overhead.py --server kedge=http://127.0.0.1:8000,session \\
+    chrt -f 50 python -m benchmarks.serve_overhead --json serve.json
+    chrt -f 50 python -m benchmarks.serve_overhead --server kedge=http://127.0.0.1:8000,session \\
         --server llama.cpp=http://127.0.0.1:8080,resend
 """
 

@@ -1,6 +1,6 @@
 """What a long history costs: a turn's bookkeeping, the check of the books, and the latency of a turn.
 
-    python benchmarks/session_growth.py --json growth.json
+    python -m benchmarks.session_growth --json growth.json
 
 Bookkeeping is the scheduler and the cache around a model that takes no time. The latency of 16 tokens in and 8 out on
 eight sessions is taken in the first ten turns and after 150, with full attention and with a sliding window. Attention
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import OtherProcesses, save_record
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.measure import OtherProcesses, save_record
 from cache.pages import PageAllocator
 from cache.prefix_cache import PrefixCache
 from cache.session_cache import SessionAwareCache
@@ -166,10 +166,10 @@ def growth(model: ModelSettings) -> dict[str, float]:
 
 def check_cost(model: ModelSettings, rounds: int) -> dict[str, Any]:
     """Tokens per second by level of the check, in turn; and the time of a single check beside that of a step."""
-    rates: dict[str, list[float]] = {"off": [], "balance": [], "strict": []}
+    rates: dict[BooksCheck, list[float]] = {"off": [], "balance": [], "strict": []}
     for _ in range(rounds):
-        for level in ("off", "balance", "strict"):
-            rates[level].append(talk(model, level, 40)[1])  # type: ignore[arg-type]
+        for level in rates:
+            rates[level].append(talk(model, level, 40)[1])
     medians = {level: statistics.median(values) for level, values in rates.items()}
     ratios = {
         level: statistics.median(

@@ -1,7 +1,7 @@
 """Runs a cluster for hours under load, with kills, pauses, drains and rolling updates, and shows what grows.
 
     make serve
-    RAY_AUTH_MODE=token python benchmarks/soak.py --hours 3 --config configs/cluster.yaml     # on the same machine
+    RAY_AUTH_MODE=token python -m benchmarks.soak --hours 3 --config configs/cluster.yaml     # on the same machine
 
 `--config` is the file that `make serve` was started with: a rolling update deploys it with another size of the KV pool.
 This needs Ray's token (docs/operations/cluster.md, "Ray notes"). Every turn is checked, in the ways that
@@ -26,14 +26,14 @@ from typing import Any
 
 import httpx
 import yaml
-from chaos import KINDS, Chaos
-from chaos import show as show_findings
-from processes import footprints, parent_of
 from rich.console import Console
 from rich.table import Table
-from session_talkers import Findings, Talker
-from talk_run import check_ends, conclude, open_client, talk_arguments, talking
 
+from benchmarks.chaos import KINDS, Chaos
+from benchmarks.chaos import show as show_findings
+from benchmarks.processes import footprints, parent_of
+from benchmarks.session_talkers import Findings, Talker
+from benchmarks.talk_run import check_ends, conclude, open_client, talk_arguments, talking
 from controllers.settings import SqliteLogSettings
 from serving.settings.config import parse_args
 

@@ -1,6 +1,6 @@
 """What speculation gains and costs: one session at a time on the engine alone, without and with each proposer.
 
-    PYTHONPATH=. python benchmarks/speculation.py --json benchmarks/results/speculation.json
+    python -m benchmarks.speculation --json benchmarks/results/speculation.json
 
 There are three kinds of sessions. Recall: facts told once, then asked for three times, so the answers were said before.
 Chat: the held-out dialogues of the recall test, mostly small talk. Noise: random tokens continued at a high
@@ -22,18 +22,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import OtherProcesses, save_record, time_calls
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from assets.training.dialogues import Dialogue, Message, recall_case
 from assets.training.vocabulary import Draw
+from benchmarks.measure import OtherProcesses, save_record, time_calls
 from engine.api import GenerateRequest, SamplingParams, TokenDelta
 from engine.batch import BatchItem, SampleSpec, ScheduledBatch
 from engine.build import build_engine
 from engine.build_runner import build_runner
 from engine.models.loader import load_model
+from engine.runner.torch_runner import TorchRunner
 from engine.settings import (
     CacheSettings,
     EngineSettings,
@@ -256,6 +257,7 @@ def step_costs(args: argparse.Namespace, rounds: int = 8) -> dict[int, float]:
     """A runner's step with k drafts for one request with 200 tokens before, as a multiple of the step without."""
     settings = engine_settings(args, "off")
     runner = build_runner(load_model(settings.model), CacheSettings(page_size=PAGE_SIZE, num_pages=32))
+    assert isinstance(runner, TorchRunner)
     pages = np.arange(32, dtype=np.int32)
 
     def step(count: int) -> Callable[[], object]:

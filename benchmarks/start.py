@@ -1,7 +1,7 @@
 """How long `kedge serve` takes to its first answer, and how much memory it uses. Beside it runs an application of Ray
 Serve that has as many replicas and does nothing.
 
-    python benchmarks/start.py --json start.json
+    python -m benchmarks.start --json start.json
 
 The two are started in turn (A B A B) with the same environment. Time is from the command to the first answer; memory is
 the PSS of all processes below the command once it has answered.
@@ -23,10 +23,11 @@ from typing import Any
 
 import httpx
 import yaml
-from measure import save_record
-from processes import footprints
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.measure import save_record
+from benchmarks.processes import footprints
 
 ROOT = Path(__file__).resolve().parents[1]
 PORT = 8437
@@ -118,7 +119,7 @@ def measure(command: list[str], env: dict[str, str], path: str) -> dict[str, flo
             time.sleep(POLL_S)
         ready_s = time.monotonic() - begin_s
         time.sleep(SETTLE_S)
-        memory = {}
+        memory: dict[str, float] = {}
         for each in footprints(served.pid):
             memory[each.role] = memory.get(each.role, 0.0) + each.pss_bytes / MIB
         return {"ready_s": ready_s, "pss_mib": sum(memory.values())} | {

@@ -1,6 +1,6 @@
 """What a step costs beside the model: the engine's own work by number of streams, and costs that must not grow.
 
-    PYTHONPATH=. python benchmarks/step_cost.py --json step_cost.json
+    python -m benchmarks.step_cost --json step_cost.json
 
 It measures CPU time of the thread, so that a busy machine does not spoil it; medians of rounds in which all cases
 alternate. The runner of the first table always returns the same token, and its time is subtracted. The second column
@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import save_record
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.measure import save_record
 from cache.history import History
 from cache.journal import Holder
 from cache.pages import PageAllocator
@@ -287,10 +287,10 @@ def main() -> None:
         )  # fmt: skip
     console.print(table)
     table = Table("what", "size", "µs", "size ", "µs ", "ratio")
-    for row in grown:
+    for each in grown:
         table.add_row(
-            row["what"], f"{row['small']:,}", f"{row['small_us']:.1f}", f"{row['large']:,}", f"{row['large_us']:.1f}",
-            f"{row['ratio']:.2f}",
+            each["what"], f"{each['small']:,}", f"{each['small_us']:.1f}", f"{each['large']:,}",
+            f"{each['large_us']:.1f}", f"{each['ratio']:.2f}",
         )  # fmt: skip
     console.print(table)
     save_record(args.json, rounds=args.rounds, streams=streams, growth=grown)

@@ -11,7 +11,8 @@ from itertools import pairwise
 
 import httpx
 import numpy as np
-from session_talkers import TOKENS, Answer, Findings, Talker
+
+from benchmarks.session_talkers import TOKENS, Answer, Findings, Talker
 
 PREFILL_LENGTHS = (16, 128, 512, 1024, 1750)
 PREFILL_TRIES = 3

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from measure import save_record
-from session_talkers import GIVE_UP_S, Findings, Talker
+
+from benchmarks.measure import save_record
+from benchmarks.session_talkers import GIVE_UP_S, Findings, Talker
 
 MOST_SHOWN = 20
 """Faults to print; the record has all of them."""

@@ -1,7 +1,7 @@
 """CPU time of each kind of process per output token, for streams through HTTP.
 
-    PYTHONPATH=.:tests/cluster kedge serve null.yaml     # import_path: null_app:build, whose steps compute nothing
-    chrt -f 50 python benchmarks/token_cost.py --server-pid "$(pgrep -f 'kedge serve')" --json token_cost.json
+    PYTHONPATH=. kedge serve null.yaml     # import_path: tests.cluster.null_app:build, whose steps compute nothing
+    chrt -f 50 python -m benchmarks.token_cost --server-pid "$(pgrep -f 'kedge serve')" --json token_cost.json
 
 Each of `--streams` sessions has a streamed turn at all times. The rounds go through the numbers of streams in turn (A B
 A B); medians count. CPU time is what the kernel counts for the processes, so other work on the machine hardly affects
@@ -20,10 +20,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from measure import save_record
-from processes import cpu_seconds
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.measure import save_record
+from benchmarks.processes import cpu_seconds
 
 LEAST_MS = 0.0005
 """Kinds of processes that use less per token are left out of the table."""
@@ -38,8 +39,8 @@ def run(url: str, streams: int, turns: int, tokens: int, seed: int) -> dict[str,
         command += ["--output-tokens", str(tokens), "--warmup", "0", "--seed", str(seed), "--json", str(out)]
         command += ["--endpoint", "completions", "--prompt", "ids", "--allow-failed-turns"]
         subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
-        document: dict[str, Any] = json.loads(out.read_text())
-    return document["summary"]
+        summary: dict[str, Any] = json.loads(out.read_text())["summary"]
+    return summary
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 Start two servers beforehand, one with `rebalancing: {enabled: false}` (own port, controller.name, state_dir and Ray):
 
-    chrt -f 50 python benchmarks/uneven_load.py --server moves=http://127.0.0.1:8000 \\
+    chrt -f 50 python -m benchmarks.uneven_load --server moves=http://127.0.0.1:8000 \\
         --server stays=http://127.0.0.1:8001 --rounds 3 --json uneven.json
 
 Each round loads one server after the other (A B A B). It opens sessions until enough of them are on one replica, and

@@ -1,6 +1,6 @@
 """What watching costs: the shipped cluster with everything on, beside one with everything off, in the same run.
 
-    PYTHONPATH=.:benchmarks:tests/cluster python benchmarks/watching_cost.py --json watching_cost.json
+    python -m benchmarks.watching_cost --json watching_cost.json
 
 On: each turn is traced and sent to a collector; each request has a line of JSON in the access log; Ray's metrics also
 have the names of vLLM's boards; each replica audits itself every ten seconds; Prometheus scrapes every five; and a
@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measure import save_record
-from processes import cpu_seconds
 from rich.console import Console
 from rich.table import Table
-from token_cost import run
 
+from benchmarks.measure import save_record
+from benchmarks.processes import cpu_seconds
+from benchmarks.token_cost import run
 from serving.cli.load.server_processes import find_server_pids
 from tests.cluster.served_cluster import ROOT, ServedCluster
 from tests.unit.serving.otlp_collector import running_collector

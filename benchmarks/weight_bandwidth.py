@@ -1,6 +1,6 @@
 """How close decode comes to the floor: the time that reading all weights takes at the measured copy bandwidth.
 
-    python benchmarks/weight_bandwidth.py --json weights.json
+    python -m benchmarks.weight_bandwidth --json weights.json
 
 It first measures every way to multiply that the engine has (engine/models/linear.py), on matrices that together do not
 fit a cache; then whole decode steps of one stream, with a random model of about 500 million parameters. Copy bandwidth
@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_decode import make_runner, step_call
-from measure import OtherProcesses, Spread, copy_bandwidth, save_record, time_calls
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.engine_decode import make_runner, step_call
+from benchmarks.measure import OtherProcesses, Spread, copy_bandwidth, save_record, time_calls
 from engine.models.config import parse_spec
 from engine.models.half_linear import ThreadedHalfLinear, halve_exactly
 from engine.models.linear import Linear, OneDnnLinear, PlainLinear, SlicedLinear
@@ -61,7 +61,7 @@ def half(weight: Tensor) -> Linear:
 WAYS: dict[str, tuple[int, Callable[[Tensor], Linear]]] = {
     # name: bytes per weight, how to make it from bfloat16 values held in float32
     "float32, torch": (4, PlainLinear),
-    "float32, slices": (4, SlicedLinear),
+    "float32, slices": (4, partial(SlicedLinear, bias_O=None)),
     "float32, oneDNN": (4, partial(OneDnnLinear, packed=False)),
     "float32, oneDNN packed": (4, partial(OneDnnLinear, packed=True)),
     "16 bits exactly": (2, half),

@@ -1,6 +1,6 @@
 """How much of a conversation has KV when clients send whole histories, beside clients of a session.
 
-    PYTHONPATH=. python benchmarks/whole_histories.py --json whole_histories.json
+    python -m benchmarks.whole_histories --json whole_histories.json
 
 It serves the built-in model itself, with one, two and four replicas, and with two front ends, once with
 sessions.unnamed.durable. Conversations run at the same time, each with a turn at all times. The cached share of turns 2
@@ -20,11 +20,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from conversing_clients import Speaker, Way, open_client
-from measure import save_record
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.conversing_clients import Speaker, Way, open_client
+from benchmarks.measure import save_record
 from serving.cli.client.stream import TokenCounts
 from serving.cli.load.prompts import PromptSource
 from tests.cluster.served_cluster import ROOT, Edit, ServedCluster, eventually

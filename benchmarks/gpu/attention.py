@@ -11,8 +11,10 @@ from benchmarks.gpu.attention_libraries import library_rates
 from benchmarks.gpu.attention_scene import Case, Heads, Scene
 from benchmarks.gpu.ceilings import Ceilings, measure_ceilings
 from benchmarks.gpu.stage import Stage
+from engine.attention.interface import TableAttention
 from engine.attention.prompt_trial import TOKENS, try_prompts
 from engine.attention.triton_backend import TritonAttention
+from engine.runner.kv_pool import KVPool
 
 DECODE_TARGET, RAGGED_TARGET = 0.85, 0.75
 EXTEND_TARGET = 0.60
@@ -121,7 +123,10 @@ def extend(stage: Stage, target: float | None, case: Case) -> None:
     best = max(others.values())
     rates = ", ".join(f"{name} {each / 1e12:.0f}" for name, each in others.items())
     prompts, reason = try_prompts(scene.pool, tokens=32 if stage.dry else TOKENS)
-    ways = {"": partial(TritonAttention, prompts=prompts), ", our own kernels": TritonAttention}
+    ways: dict[str, Callable[[KVPool], TableAttention]] = {
+        "": partial(TritonAttention, prompts=prompts),
+        ", our own kernels": TritonAttention,
+    }
     for name, make in ways.items():
         timing = scene.time(make)
         rate = case.operations / timing.median_s

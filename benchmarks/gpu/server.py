@@ -100,7 +100,7 @@ def write_model(stage: Stage, shape: str, folder: Path) -> dict[str, Any]:
     words = ("Ġ" + "".join(letters) for letters in product(ascii_lowercase, repeat=4))
     vocab = {word: index for index, word in zip(range(size), words, strict=False)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

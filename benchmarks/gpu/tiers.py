@@ -70,12 +70,17 @@ class Rig:
     def save(self) -> None:
         self.copies.save(1, self.source).result(WAIT_S)
 
+    def save_again(self) -> None:
+        self.copies.drop(1)
+        self.save()
+
     def load(self) -> None:
         self.copies.load(1, self.target).result(WAIT_S)
 
     def is_right(self) -> bool:
         """Whether the pages that were loaded have what the saved ones have."""
-        pool = self.pool.full.kv_LJKSD.unflatten(3, (-1, PAGE_SIZE))
+        kv_LJKSD = self.pool.full.kv_LJKSD
+        pool = kv_LJKSD.view(*kv_LJKSD.shape[:3], -1, PAGE_SIZE, kv_LJKSD.shape[4])
         there, here = (
             torch.from_numpy(pages.full.astype(np.int64)).to(pool.device)
             for pages in (self.source, self.target)
@@ -108,7 +113,7 @@ def run(stage: Stage) -> None:
                 details={"seconds": all_s, "bytes": rig.num_bytes},
             )  # fmt: skip
         rig.save()
-        for kind, copy in (("saves", lambda: (rig.copies.drop(1), rig.save())), ("loads", rig.load)):
+        for kind, copy in (("saves", rig.save_again), ("loads", rig.load)):
             beside(stage, f"decode beside {kind} of {item}", copy)
     finally:
         rig.copies.close()
@@ -152,7 +157,7 @@ def beside(stage: Stage, item: str, copy: Callable[[], object]) -> None:
         for layer in range(2):
             step(layer, scene.q_LNHD[layer], scene.kv_LN2KD[layer], scene.traits)
 
-    replay = partial(call, 0)
+    replay: Callable[[], object] = partial(call, 0)
     if not stage.dry:
         call(0)
         replay, _ = captured(call, 1)
@@ -166,7 +171,8 @@ def beside(stage: Stage, item: str, copy: Callable[[], object]) -> None:
 
 
 def _median(stage: Stage, replay: Callable[[], object]) -> float:
-    times_s, end_s = [], time.perf_counter() + (0.01 if stage.dry else BESIDE_S)
+    times_s: list[float] = []
+    end_s = time.perf_counter() + (0.01 if stage.dry else BESIDE_S)
     while not times_s or time.perf_counter() < end_s:
         begin_s = time.perf_counter()
         for _ in range(1 if stage.dry else 10):

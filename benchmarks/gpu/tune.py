@@ -27,7 +27,7 @@ CHOICES = {
 }
 """Choices for the tile shape that the case uses."""
 
-SPLITS = {"min_split": (128, 256, 512, 1024, 2048), "max_splits": (16, 32, 64, 128)}
+MIN_SPLITS, MAX_SPLITS = (128, 256, 512, 1024, 2048), (16, 32, 64, 128)
 ROW_CHOICES = {
     "block_o": (16, 32, 64, 128),
     "block_i": (32, 64, 128, 256),
@@ -157,10 +157,9 @@ def neighbours(tiles: AttentionTiles, case: Case, dry: bool) -> Iterator[Attenti
                 changed = replace(shape, **{name: value})
                 beside = (narrow,) if changed.block_m > narrow.block_m and shape is not narrow else ()
                 yield replace(tiles, shapes=(*beside, changed))
-    for name, values in SPLITS.items():
-        for value in values[:few]:
-            if value != getattr(tiles, name):
-                yield replace(tiles, **{name: value})
+    splits = [replace(tiles, min_split=value) for value in MIN_SPLITS[:few]]
+    splits += [replace(tiles, max_splits=value) for value in MAX_SPLITS[:few]]
+    yield from (each for each in splits if each != tiles)
 
 
 def _rows(case: Case) -> int:

@@ -1,8 +1,8 @@
 """Kedge and llama.cpp's server on one model, by the same HTTP client, in turn (A B A B).
 
-    PYTHONPATH=. python benchmarks/peers/compare.py build       # fetches and compiles llama.cpp; again, if time was up
-    PYTHONPATH=. python benchmarks/peers/compare.py 5m --json 5m.json
-    PYTHONPATH=. python benchmarks/peers/compare.py 505m --json 505m.json
+    python -m benchmarks.peers.compare build       # fetches and compiles llama.cpp; again, if time was up
+    python -m benchmarks.peers.compare 5m --json 5m.json
+    python -m benchmarks.peers.compare 505m --json 505m.json
 
 Sessions have 20 turns of 16 tokens in and 8 out, one session at a time and eight. Kedge keeps them and is sent only
 what is new; llama.cpp is sent the whole history and finds it in its cache. A random Llama in bfloat16 is made for both
@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace) -> int:
         stack.callback(stop, peer)
         kedge = start_kedge(args, directory, args.cache)
         stack.callback(stop, kedge)
-        command = [sys.executable, str(ROOT / "benchmarks/serve_overhead.py")]
+        command = [sys.executable, "-m", "benchmarks.serve_overhead"]
         command += ["--server", f"kedge={kedge_url(args)},session"]
         command += ["--server", f"llama.cpp=http://127.0.0.1:{args.llama_port},resend,{peer.pid}"]
         command += [word for server in args.server for word in ("--server", server)]

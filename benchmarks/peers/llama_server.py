@@ -81,4 +81,4 @@ def wait_until_it_answers(process: subprocess.Popen[bytes], url: str, time_s: fl
             pass
         time.sleep(0.1)
     process.kill()
-    raise SystemExit(f"{process.args} did not answer: {log}")
+    raise SystemExit(f"{process.args!r} did not answer: {log}")

@@ -14,7 +14,8 @@ from typing import Any
 
 import httpx
 import yaml
-from served_cluster import ROOT, eventually, free_port
+
+from tests.cluster.served_cluster import ROOT, eventually, free_port
 
 MONITORING = ROOT / "configs" / "monitoring"
 SCRAPE_S, EVALUATION_S = 1, 0.5

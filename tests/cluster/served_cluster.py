@@ -79,7 +79,7 @@ class ServedCluster:
             application["args"].setdefault("controller", {})["state_dir"] = str(self.state_dir)
         always(document)
         self.config = self.directory / "cluster.yaml"
-        self._common = document
+        self._common: dict[str, Any] = document
         self._configure(self._edited(edit))
         self.log = self.directory / "log"
         self.environment: dict[str, str] = {}
@@ -135,9 +135,9 @@ class ServedCluster:
         try:
             eventually(self._all_replicas_up, self.start_timeout_s, 0.25)
         except AssertionError as error:
-            log = self.log_text()
+            told = self.log_text()
             self.stop()
-            raise AssertionError(f"the cluster did not start ({error}):\n{log[-4000:]}") from error
+            raise AssertionError(f"the cluster did not start ({error}):\n{told[-4000:]}") from error
 
     @property
     def pid(self) -> int:
@@ -289,7 +289,8 @@ class ServedCluster:
         assert self._process.poll() is None, "serve run ended"
         replicas = self._configured()["applications"][0]["args"]["replicas"]
         fewest = replicas.get("autoscaling", {}).get("min_replicas", 1)
+        count: int = replicas.get("count", fewest)
         try:
-            return len(self.replicas()) == replicas.get("count", fewest)
+            return len(self.replicas()) == count
         except (httpx.HTTPError, ValueError, KeyError):
             return False

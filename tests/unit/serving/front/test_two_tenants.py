@@ -128,8 +128,10 @@ def state_of(service: LocalService, tenant: str) -> list[Any]:
     """Everything that the ledger and the log have of the tenant, except what replicas report."""
     cluster = service.cluster
     own = sorted((e for e in cluster.sessions() if e.tenant == tenant), key=lambda entry: entry.session_id)
-    reported = {"reported_s": None, "used_since_report": False, "in_turn": False, "size_bytes": 0}
-    ledger = [replace(entry, last_used_s=0.0, **reported) for entry in own]
+    ledger = [
+        replace(entry, last_used_s=0.0, reported_s=None, used_since_report=False, in_turn=False, size_bytes=0)
+        for entry in own
+    ]
     return [ledger, *(cluster._store.load(entry.session_id) for entry in own)]
 
 
