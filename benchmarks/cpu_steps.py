@@ -214,5 +214,9 @@ def compare(
     save_record(args.json, kernels=kernels.variant, rows=rows)
 
 
-if __name__ == "__main__":
+def main() -> None:
     compare(__doc__, measure, print_table, rounds=7, round_s=0.5)
+
+
+if __name__ == "__main__":
+    main()

@@ -105,5 +105,9 @@ def print_table(rows: list[dict[str, Any]], kernels: str) -> None:
     Console(width=160).print(table)
 
 
-if __name__ == "__main__":
+def main() -> None:
     compare(__doc__, measure, print_table, rounds=5, round_s=0.3)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ generates a sample of turns again, which must be the same token for token, and e
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -29,6 +30,7 @@ EMBEDDED = "assets/models/kedge-chat"  # run from the repository root
 VOCAB = 2048
 PAGE_SIZE = 16
 ROUNDS = 2
+CLIENTS, SESSIONS = 64, 8
 WAIT_S = 120.0
 HOST_BYTES = 2 * 2**30
 
@@ -153,7 +155,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     # About half of max_len each: five times the pool in all.
-    load = Load(64, 8, 5 * args.pages * PAGE_SIZE * 2 // (64 * 8), 16, 8, VOCAB)
+    load = Load(CLIENTS, SESSIONS, 10 * args.pages * PAGE_SIZE // (CLIENTS * SESSIONS), 16, 8, VOCAB)
     pools = [
         Pool("sessions hold 0.5 x the pool", 10 * args.pages, 0),
         Pool("5 x, host tier", args.pages, HOST_BYTES),
@@ -165,6 +167,7 @@ def main() -> None:
             share = 1.0 if subject.pool.host_bytes else 0.25
             subject.run(share * args.seconds / ROUNDS)
     results = [finish(subject) for subject in subjects]
+    first = results[0]["tokens_per_s"] or math.nan  # too short a round has no token
     table = Table(
         "load", "tokens/s", "of the first", "turns", "errors", "held / pool", "sampled, wrong", "audit", "pages left",
         title=f"{load.clients} clients, {load.clients * load.sessions_each} sessions, turns of 16 in + 8 out",
@@ -173,7 +176,7 @@ def main() -> None:
         table.add_row(
             result["pool"]["name"],
             f"{result['tokens_per_s']:,.0f}",
-            f"{result['tokens_per_s'] / results[0]['tokens_per_s']:.2f}",
+            f"{result['tokens_per_s'] / first:.2f}",
             f"{result['turns']:,} of {result['turns_begun']:,}",
             str(len(result["errors"])),
             f"{result['held_times_pool']:.2f}",

@@ -32,8 +32,8 @@ from starlette.types import Message
 from benchmarks.measure import save_record
 from engine.api import SamplingParams
 from serving.cli.load.prompts import PromptSource
-from serving.front.api.body_limits import BodyLimits
 from serving.front.api.openai.chat_schema import ChatBody
+from serving.front.api.rules import ApiRules
 from serving.front.api.strict_json import StrictJsonRequest
 from serving.front.known_places import DIGEST_BYTES, KnownPlaces
 from serving.wire.turns import ChatPrompt, Said, TurnCall
@@ -45,7 +45,7 @@ PLACES = 1_000_000
 TURNS = 10
 LOOKUPS = 50_000
 REPLICAS = tuple(f"replica-{number}" for number in range(8))
-APP = SimpleNamespace(state=SimpleNamespace(body_limits=BodyLimits()))
+APP = SimpleNamespace(state=SimpleNamespace(rules=ApiRules()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,6 @@ from controllers.session_log.sqlite_store import SqliteSessionStore
 from controllers.settings import ClusterSettings
 from serving.front.api.keys import API_KEYS, KeyRing
 from serving.front.http import NO_KEYS, create_http_app
-from serving.replica.tenant_load import TenantLoad
 from tests.unit.serving.local_service import LocalService, client_of, small_text
 from tests.unit.serving.replica_rig import LocalController, running_rig
 
@@ -56,11 +55,11 @@ WAYS = {
 async def client_for(way: str, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
     guarded, cipher = WAYS[way]
     keys, settings = (KEYS, LIMITS) if guarded else (NO_KEYS, NO_LIMITS)
-    load = TenantLoad(max_turns=100, max_queued_tokens=10**6) if guarded else TenantLoad()
+    tenants = {"max_turns_in_flight": 100, "max_queued_tokens": 10**6} if guarded else {}
     store: Any = SqliteSessionStore(folder / "log.sqlite3", cipher=cipher)
     controller = LocalController(Cluster(settings, store, time.time, time.perf_counter), store)
     async with (
-        running_rig(folder, controller=controller, load=load, text=small_text()) as rig,
+        running_rig(folder, controller=controller, settings={"tenants": tenants}, text=small_text()) as rig,
         client_of(create_http_app(lambda: LocalService(rig), keys=keys)) as client,
     ):
         if guarded:

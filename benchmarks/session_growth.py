@@ -43,6 +43,7 @@ NEW_TOKENS, OUTPUT_TOKENS = 16, 8
 SESSIONS = 8
 TURNS = 150
 BOOK_TURNS = 500
+CHECKED_TURNS, CHECKED_STEPS = 40, 400
 EDGE = 10
 WINDOW = 128
 LONG = 1_000_000
@@ -169,7 +170,7 @@ def check_cost(model: ModelSettings, rounds: int) -> dict[str, Any]:
     rates: dict[BooksCheck, list[float]] = {"off": [], "balance": [], "strict": []}
     for _ in range(rounds):
         for level in rates:
-            rates[level].append(talk(model, level, 40)[1])
+            rates[level].append(talk(model, level, CHECKED_TURNS)[1])
     medians = {level: statistics.median(values) for level, values in rates.items()}
     ratios = {
         level: statistics.median(
@@ -189,7 +190,7 @@ def single_check(model: ModelSettings) -> dict[str, float]:
     for number in range(SESSIONS):
         sessions.begin(number)
     steps_s, checks_s = [], []
-    for _ in range(400):
+    for _ in range(CHECKED_STEPS):
         engine._drain_inbox(block=False)
         begun_s = time.perf_counter()
         engine.step()

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from assets.training.dialogues import Dialogue, Message, recall_case
 from assets.training.vocabulary import Draw
@@ -42,6 +42,7 @@ from engine.settings import (
     SpeculationMethod,
     SpeculationSettings,
 )
+from serving.text.tokenizer_files import load_tokenizer
 
 MODEL = Path("assets/models/kedge-chat")  # run from the repository root
 DRAFT = Path("assets/models/kedge-chat-draft")
@@ -51,6 +52,7 @@ WAIT_S = 300.0
 GREEDY = SamplingParams(max_new_tokens=120, temperature=0.0)
 FACTS, TIMES_ASKED = 6, 3
 NOISE_TEMPERATURE = 2.0
+STEP_ROUNDS = 8
 NOISE_TURNS, NOISE_PROMPT, NOISE_TOKENS = 4, 64, 192
 
 
@@ -253,7 +255,7 @@ def measure(players: list[Player], workload: Workload, rounds: int) -> list[dict
     return rows
 
 
-def step_costs(args: argparse.Namespace, rounds: int = 8) -> dict[int, float]:
+def step_costs(args: argparse.Namespace) -> dict[int, float]:
     """A runner's step with k drafts for one request with 200 tokens before, as a multiple of the step without."""
     settings = engine_settings(args, "off")
     runner = build_runner(load_model(settings.model), CacheSettings(page_size=PAGE_SIZE, num_pages=32))
@@ -267,7 +269,7 @@ def step_costs(args: argparse.Namespace, rounds: int = 8) -> dict[int, float]:
 
     runner.execute(ScheduledBatch([BatchItem("r", [5] * 200, 0, pages, True, None)]))
     best_s = {count: float("inf") for count in (0, 1, 2, 3, 5, 7, 8, 12)}
-    for _ in range(rounds):
+    for _ in range(STEP_ROUNDS):
         for count in best_s:
             best_s[count] = min(best_s[count], time_calls(step(count), 30).median_s)
     runner.close()
@@ -317,7 +319,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     players = [Player(method, engine_settings(args, method)) for method in args.methods]
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = load_tokenizer(args.model)
+    if tokenizer is None:
+        parser.error(f"{args.model} has no tokenizer")
     rows: list[dict[str, Any]] = []
     for workload in workloads(tokenizer, args.sessions):
         rows += measure(players, workload, args.rounds)
