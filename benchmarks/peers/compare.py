@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace) -> int:
         stack.callback(stop, peer)
         kedge = start_kedge(args, directory, args.cache)
         stack.callback(stop, kedge)
-        command = [sys.executable, "-m", "benchmarks.serve_overhead"]
+        command = [sys.executable, "-m", "benchmarks.served.serve_overhead"]
         command += ["--server", f"kedge={kedge_url(args)},session"]
         command += ["--server", f"llama.cpp=http://127.0.0.1:{args.llama_port},resend,{peer.pid}"]
         command += [word for server in args.server for word in ("--server", server)]

@@ -1,4 +1,4 @@
-"""Processes are killed under load by benchmarks/chaos.py, for some seconds. No attempt fails and every turn is
+"""Processes are killed under load by benchmarks/failures/chaos.py, for some seconds. No attempt fails and every turn is
 right."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from served_cluster import ROOT, ServedCluster, eventually
 def test_killed_replicas_and_controllers_go_unnoticed(cluster: ServedCluster, tmp_path: Path) -> None:
     record, seed = tmp_path / "chaos.json", random.randrange(2**31)
     options = {"url": cluster.url, "seconds": 20, "every-s": 4, "sessions": 6, "seed": seed, "json": record}
-    command = [sys.executable, "-m", "benchmarks.chaos", "--strike", "replica", "controller"]
+    command = [sys.executable, "-m", "benchmarks.failures.chaos", "--strike", "replica", "controller"]
     for name, value in options.items():
         command += [f"--{name}", str(value)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)

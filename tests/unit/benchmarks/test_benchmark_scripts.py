@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import engine_beside_clients, measure, step_cost
-from benchmarks.engine_process import ProcessEngine
-from benchmarks.weight_bandwidth import MODEL, VARIANTS
+from benchmarks import measure
+from benchmarks.in_process import step_cost
+from benchmarks.in_process.weight_bandwidth import MODEL, VARIANTS
+from benchmarks.served import engine_beside_clients
+from benchmarks.served.engine_process import ProcessEngine
 from engine.api import GenerateRequest, SamplingParams, TokenDelta
 from engine.cpu.library import NoKernels, find_kernels
 from engine.settings import CacheSettings, EngineSettings, ModelSettings
@@ -29,11 +31,12 @@ from tests.cluster.null_app import COUNTED_EVERY
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
+FOLDER = "benchmarks.in_process"
 EMBEDDED = "assets/models/kedge-chat"
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "benchmarks").rglob("*.py")
 )
-STARTED_BY_SCRIPTS = {"benchmarks.hostile_connections"}
+STARTED_BY_SCRIPTS = {"benchmarks.hostile.hostile_connections"}
 """Its arguments come from a script, and are not parsed."""
 DEFAULT_VARIANT = "bfloat16 checkpoint, float32 (default)"
 SMALL_LLAMA = MODEL | {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1} | {
@@ -43,8 +46,8 @@ SMALL_LLAMA = MODEL | {"vocab_size": 320, "hidden_size": 64, "intermediate_size"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A script that needs no server. `smaller` are values of its constants. The record's `figures` are read: "*" stands
-    for every entry of a list or of an object."""
+    """A script of FOLDER, so it needs no server. `smaller` are values of its constants. The record's `figures` are
+    read: "*" stands for every entry of a list or of an object."""
 
     script: str
     arguments: str
@@ -158,7 +161,7 @@ def test_every_module_can_be_imported_and_every_script_reads_its_command_line(
         assert ended.value.code == 0, name
         scripts.append(name)
         assert capsys.readouterr().out.startswith("usage: "), name
-    assert {f"benchmarks.{each.script}" for each in (*RUNS, *COMPILED)} <= set(scripts)
+    assert {f"{FOLDER}.{each.script}" for each in (*RUNS, *COMPILED)} <= set(scripts)
 
 
 @pytest.fixture
@@ -190,7 +193,7 @@ def test_compiled_kernels_are_compared_where_they_are(
 
 
 def carry_out(run: Run, record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = importlib.import_module(f"benchmarks.{run.script}")
+    script = importlib.import_module(f"{FOLDER}.{run.script}")
     for name, value in run.smaller.items():
         monkeypatch.setattr(script, name, value)
     monkeypatch.setattr(sys, "argv", [run.script, *shlex.split(run.arguments), "--json", str(record)])

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks import session_talkers
-from benchmarks.session_talkers import Findings, Talker
+from benchmarks.failures import session_talkers
+from benchmarks.failures.session_talkers import Findings, Talker
 from serving.front.http import create_http_app
 from tests.unit.serving.local_service import local_service
 
