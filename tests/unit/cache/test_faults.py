@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 
 from cache.journal import Holder
@@ -74,6 +75,32 @@ def test_leaks_do_not_hide_a_double_free() -> None:
     assert books.sessions.books.accounts().leaked == 1
     with pytest.raises(BooksError, match="doubly accounted"):
         books.sessions.books.check("balance")
+
+
+@pytest.mark.parametrize("told", [1, 3])
+def test_leaks_that_were_told_do_not_hide_a_double_free(told: int) -> None:
+    """There are still more pages without an account than with two. With three leaks, the last is not told."""
+    books = Books.make(1)
+    for first, name in enumerate("ab"):
+        books.run_turn(name, tokens_from(100 * first, 9))
+    for _ in range(told):
+        plant(books.sessions, "leak", "a")
+        books.sessions.books.check("balance")
+    plant(books.sessions, "double free", "b")
+    with pytest.raises(BooksError, match="doubly accounted"):
+        books.sessions.books.check("balance")
+
+
+def test_a_leak_that_ends_stops_nothing_and_the_next_one_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A planted fault ends: its page comes back."""
+    books, page = faulty("leak", "full")
+    books.sessions.books.check("balance")
+    books.sessions._inner.allocator.free(np.array([page], dtype=np.int32))
+    books.sessions.books.check("balance")
+    assert len(caplog.messages) == 1
+    plant(books.sessions, "leak", "a")
+    books.sessions.books.check("balance")
+    assert len(caplog.messages) == 2
 
 
 @pytest.mark.parametrize("pool", ["full", "window"])
