@@ -9,7 +9,7 @@ import numpy as np
 
 from cache.audit import Claim, PageAccounts
 from cache.journal import NOBODY, Holder
-from cache.pages import NO_PAGES, BooksError, PageAllocator, PageCounts, no_pages
+from cache.pages import NO_PAGES, BooksError, PageAllocator, PageArray, PageCounts, no_pages
 from cache.radix_tree import NO_MATCH, RadixTree, TokenArray, TreeMatch
 from cache.sequence_kv import PageAccount, SequenceKV, pages_for
 from cache.token_chain import ANY_KV, KVIdentity
@@ -103,27 +103,35 @@ class PrefixCache:
             in_flight=self._account.window,
         )
 
-    def yielding_pages(self, match: PrefixMatch | None, kv: SequenceKV | None, kept_len: int) -> int:
+    def yielding_pages(self, match: PrefixMatch | None, kv: SequenceKV | None, kept_len: int) -> PageCounts:
         """Protected pages that would become evictable if every parked sequence were released, `kv` cut to `kept_len`
         tokens, and `match` locked."""
         held = [_held_by(holder) for holder in self._in_flight]
+        whole_len = 0
         if kv is not None:
             whole_len = min(kept_len, kv.protected_len) // self.page_size * self.page_size
             held.append(self._tree.shorten(_held_by(kv), whole_len))
         if match is not None:
             held.append(match.tree)
-        return self._tree.protected_pages - self._tree.locked_pages(held)
+        full = self._tree.protected_pages - self._tree.locked_pages(held)
+        if self.window is None:
+            return PageCounts(full)
+        parts = self._shared_window_pages()
+        if kv is not None:
+            assert kv.window is not None
+            parts.append(kv.window.live(0, whole_len // self.page_size))
+        if match is not None:
+            parts.append(self._tree.match_window(match.tree)[self.window.first_needed(match.prefix_len) :])
+        kept = np.unique(np.concatenate(parts))
+        return PageCounts(full, self.window.protected_pages - len(kept) + self.window.num_unheld(kept))
 
     def held_pages(self) -> PageCounts:
         """Pages that sequences in flight hold in each pool; what they share counts once."""
         full = self._account.full + self._tree.locked_pages(map(_held_by, self._in_flight))
         if self.window is None:
             return PageCounts(full)
-        shared = [no_pages()]
-        for kv in self._in_flight:
-            assert kv.window is not None
-            shared.append(kv.window.live(0, kv.num_protected_pages))
-        return PageCounts(full, self._account.window + len(np.unique(np.concatenate(shared))))
+        shared = np.unique(np.concatenate(self._shared_window_pages()))
+        return PageCounts(full, self._account.window + len(shared))
 
     def match_prefix(self, namespace: str, tokens: TokenArray) -> PrefixMatch:
         """The longest cached whole-page prefix that a sequence can start from. Changes nothing; the result is stale
@@ -277,6 +285,14 @@ class PrefixCache:
                 holders[kv.window.live(0, kv.num_protected_pages)] += 1
             wrong += self.window.hold_mismatches(holders, self._tree)
         return wrong
+
+    def _shared_window_pages(self) -> list[PageArray]:
+        """The tree's window pages that each sequence in flight holds. At least one array."""
+        shared = [no_pages()]
+        for kv in self._in_flight:
+            assert kv.window is not None
+            shared.append(kv.window.live(0, kv.num_protected_pages))
+        return shared
 
     def _empty(self, namespace: str, holder: Holder) -> SequenceKV:
         chain = self.identity.chain(namespace, self.page_size)

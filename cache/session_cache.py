@@ -187,11 +187,9 @@ class SessionAwareCache:
             kept = max(0, pages_for(kept_len, self.page_size) - own_kv.num_protected_pages)
             room -= PageCounts(kept, own_kv.num_private_window_pages)
         missing = needed - room
-        if missing.window > 0:
-            # Shared window pages of idle sessions are not counted, so this may say no where there is room. The request
-            # then waits for the running ones.
-            return False
-        return missing.full <= 0 or missing.full <= self._inner.yielding_pages(match.prefix, own_kv, kept_len)
+        return missing.fits_in(NO_PAGES) or missing.fits_in(
+            self._inner.yielding_pages(match.prefix, own_kv, kept_len)
+        )
 
     def begin(self, match: CacheMatch, holder: Holder) -> SequenceKV:
         """Moves the matched KV to a request. A session's KV past the prefix is freed first."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from cache.journal import Holder
 from cache.pages import PageCounts
 from cache.session_cache import Room
@@ -62,12 +64,27 @@ def test_can_begin_counts_shared_pages_once_and_only_if_they_give_way() -> None:
     assert not books.sessions.can_begin(stranger, 4 * (16 - held) + 1)
 
 
-def test_can_begin_is_exact_under_random_traffic() -> None:
+def test_can_begin_counts_shared_window_pages_that_give_way() -> None:
+    """A disk that hangs may hold pages. Then nothing runs whose end a request could wait for: a wrong no is a 429."""
+    books = Books.make(4, num_pages=32, window_len=16, num_window_pages=8)
+    system = tokens_from(0, 16)
+    for index in range(2):  # 4 window pages of the tree and one private page each; 2 free
+        books.run_turn(f"s{index}", joined(system, tokens_from(100 * (index + 1), 4)), share=True)
+    assert books.window_accounts().protected == 4
+    stranger = books.match(None, tokens_from(500, 100))
+    assert books.sessions.can_begin(stranger, 4 * 8)
+    assert not books.sessions.can_begin(stranger, 4 * 9)
+    assert books.sessions.extend(books.sessions.begin(stranger, Holder()), 4 * 8) is Room.READY
+
+
+@pytest.mark.parametrize("num_window_pages", [None, 14])
+def test_can_begin_is_exact_under_random_traffic(num_window_pages: int | None) -> None:
     """What it promises can be had. What it denies cannot, even if everything is demoted and evicted."""
     rng = random.Random(5)
     verdicts = [0, 0]
+    window = {} if num_window_pages is None else {"window_len": 12, "num_window_pages": num_window_pages}
     for _ in range(300):
-        books = Books.make(4, num_pages=24)
+        books = Books.make(4, num_pages=24, step_tokens=120, **window)
         for index in range(rng.randrange(5)):
             prompt = joined(
                 tokens_from(0, 4 * rng.randrange(4)), tokens_from(100 * (index + 1), rng.randrange(2, 9))
