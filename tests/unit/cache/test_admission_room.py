@@ -82,9 +82,11 @@ def test_can_begin_is_exact_under_random_traffic(num_window_pages: int | None) -
     """What it promises can be had. What it denies cannot, even if everything is demoted and evicted."""
     rng = random.Random(5)
     verdicts = [0, 0]
-    window = {} if num_window_pages is None else {"window_len": 12, "num_window_pages": num_window_pages}
+    window_len = None if num_window_pages is None else 12
     for _ in range(300):
-        books = Books.make(4, num_pages=24, step_tokens=120, **window)
+        books = Books.make(
+            4, num_pages=24, window_len=window_len, num_window_pages=num_window_pages, step_tokens=120
+        )
         for index in range(rng.randrange(5)):
             prompt = joined(
                 tokens_from(0, 4 * rng.randrange(4)), tokens_from(100 * (index + 1), rng.randrange(2, 9))
