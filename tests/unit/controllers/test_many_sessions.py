@@ -31,7 +31,7 @@ class NeverWalked(dict[Any, Any]):
     def _walked(self, *_: object) -> NoReturn:
         raise AssertionError("looked at all sessions")
 
-    __iter__ = keys = values = items = copy = _walked  # type: ignore[assignment]
+    __iter__ = keys = values = items = copy = _walked
 
 
 @pytest.fixture
@@ -39,6 +39,19 @@ def cluster(clock: ManualClock) -> Iterator[Cluster]:
     store = SqliteSessionStore(":memory:", clock=clock)
     yield Cluster(ClusterSettings(session_timeout_s=IDLE_S), store, clock, clock)
     store.disconnect()
+
+
+def names_looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The sessions of which the ledger asks from now on when they expire."""
+    looked: list[str] = []
+    expires_at_s = OwnershipLedger.expires_at_s
+
+    def counted(self: OwnershipLedger, entry: LedgerEntry) -> float:
+        looked.append(entry.session_id)
+        return expires_at_s(self, entry)
+
+    monkeypatch.setattr(OwnershipLedger, "expires_at_s", counted)
+    return looked
 
 
 def open_sessions(cluster: Cluster, count: int) -> None:
@@ -90,14 +103,7 @@ def test_the_ledger_looks_at_those_that_may_have_expired(
         cluster._ledger.touch(f"s{number}" if number % 2 == 0 else f"acme s{number}")
     clock.advance(10.1)
     assert sorted(cluster.expire_idle()) == ["acme s1", "s0", "s2"]
-    looked: list[str] = []
-    expires_at_s = OwnershipLedger.expires_at_s
-
-    def counted(self: OwnershipLedger, entry: LedgerEntry) -> float:
-        looked.append(entry.session_id)
-        return expires_at_s(self, entry)
-
-    monkeypatch.setattr(OwnershipLedger, "expires_at_s", counted)
+    looked = names_looked_at(monkeypatch)
     for _ in range(30):
         clock.advance(1.0)
         assert cluster.expire_idle() == []
@@ -131,14 +137,7 @@ def test_sessions_that_come_and_go_make_nobody_look_at_the_others(
     """Ended sessions stayed in a heap. When they were more than the others, it was built anew: half a second for a
     hundred thousand sessions, at the opening of one."""
     open_sessions(cluster, 100)
-    looked: list[str] = []
-    expires_at_s = OwnershipLedger.expires_at_s
-
-    def counted(self: OwnershipLedger, entry: LedgerEntry) -> float:
-        looked.append(entry.session_id)
-        return expires_at_s(self, entry)
-
-    monkeypatch.setattr(OwnershipLedger, "expires_at_s", counted)
+    looked = names_looked_at(monkeypatch)
     for _ in range(200):
         cluster.open_session("new", "", None, None)
         assert cluster.close_session("new", "")
@@ -165,7 +164,7 @@ def test_a_session_book_looks_at_those_that_may_have_expired(
     looked: list[str] = []
     expires_at_s = SessionController._expires_at_s
 
-    def counted(self: SessionController, session_id: str) -> float | None:
+    def counted(self: SessionController, session_id: str) -> float:
         looked.append(session_id)
         return expires_at_s(self, session_id)
 
@@ -200,7 +199,7 @@ def test_a_page_costs_its_own_length(cluster: Cluster, count: int) -> None:
             read.append(key)
             return super().get(key, default)
 
-    cluster._ledger._rows = Counted(dict.items(cluster._ledger._rows))  # type: ignore[assignment]
+    cluster._ledger._rows = Counted(dict.items(cluster._ledger._rows))
     middle = sorted(f"s{number}" for number in range(0, count, 2))[2]
     assert [entry.session_id > middle for entry in cluster.sessions("", middle, 2)] == [True, True]
     assert len(read) == 2

@@ -65,7 +65,7 @@ async def test_an_open_without_an_id_opens_one_session_though_its_answer_is_lost
     assert [entry.session_id for entry in failover.cluster.sessions("acme")] == [key]
 
 
-async def test_a_fork_waits_for_the_log(failover: Failover) -> None:
+async def test_a_fork_waits_for_the_log(failover: Failover, monkeypatch: pytest.MonkeyPatch) -> None:
     failover.open_session("s")
     await failover.turn(call(PROMPT, "s"))
 
@@ -79,7 +79,7 @@ async def test_a_fork_waits_for_the_log(failover: Failover) -> None:
             except StoreError as error:
                 raise ServiceError(error_info(error)) from error
 
-    failover.owners._replicas = Pinned()  # type: ignore[assignment]
+    monkeypatch.setattr(failover.owners, "_replicas", Pinned())
     failover.controller.log.away = True
     order = ForkOrder("child", "key")
     forking = asyncio.create_task(failover.owners.ask("s", lambda epoch: ForkSession("s", epoch, order)))
