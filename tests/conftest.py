@@ -30,7 +30,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-COMPUTING = ("parity", "property", "simulation", "unit/cache", "unit/engine")
+COMPUTING = (
+    "parity",
+    "property",
+    "simulation",
+    "unit/assets",
+    "unit/cache",
+    "unit/engine",
+    "unit/serving/grammars",
+    "unit/serving/settings",
+    "unit/serving/text",
+)
 """Folders whose tests only compute."""
 
 

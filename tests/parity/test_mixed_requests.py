@@ -43,7 +43,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_models(WINDOWS[request.param], tmp_path_factory)
 
 
-@pytest.mark.parametrize(("models", "cell"), cells(), indirect=["models"])
+@pytest.mark.parametrize(("models", "cell"), list(cells()), indirect=["models"])
 def test_every_request_says_what_its_parameters_mean(models: Models, cell: Cell) -> None:
     run = MixedRun(cell, models.target, models.draft if cell.speculation == "draft" else None)
     run.run()
