@@ -9,7 +9,7 @@ report of the log's changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from controllers.cluster_stats import ClusterStats
 from controllers.cluster_watch import ClusterWatch
@@ -84,8 +84,10 @@ class SessionClaims:
         """Notes that the log has refused a change. The session leaves the ledger if it turns out to be another
         cluster's, or closed."""
         match refusal:
-            case SessionTakenOver() | SessionNotFound():  # not found: another cluster took it and closed it
+            case SessionNotFound():  # another cluster took it and closed it
                 self._drop(session_id)
+            case SessionTakenOver():
+                self._taken(session_id)
             case StaleEpoch():  # log and ledger differ: a failover of Redis lost changes of the log
                 self.still_held(session_id)
 
@@ -98,18 +100,28 @@ class SessionClaims:
             if (found.epoch, found.turns) == (known.epoch, known.turns):
                 return True
             if (found.epoch, found.turns) < (known.epoch, known.turns):
-                self._pass_epochs(found, known.epoch)
-        except SessionNotFound:
+                self._pass_epochs(known)
+        except (SessionNotFound, StaleEpoch):
             pass
         self._drop(session_id)
         return False
 
-    def _pass_epochs(self, found: LedgerEntry, known: int) -> None:
+    def _taken(self, session_id: str) -> None:
+        """Drops a session that the log has as another cluster's. If a failover of Redis lost that this cluster had it
+        after that one, it first becomes this cluster's again."""
+        with suppress(SessionNotFound, StaleEpoch):
+            known = self._ledger.get(session_id)
+            if self._find(session_id).epoch < known.epoch:
+                self._pass_epochs(known)
+        self._drop(session_id)
+
+    def _pass_epochs(self, known: LedgerEntry) -> None:
         """Gives a session of which a failover of Redis lost changes an epoch above those that it had. Somebody may
         still hold it at one of them, with a turn that was lost."""
         with self._stats.timed("assign"):
-            for epoch in range(found.epoch + 1, known + 2):
-                self._store.assign(found.session_id, found.replica_id, epoch)
+            found = self._store.claim(known.session_id, known.replica_id)
+            for epoch in range(found.epoch + 1, known.epoch + 2):
+                self._store.assign(known.session_id, found.replica_id, epoch)
 
     def refresh(self, expires_at_s: Callable[[LedgerEntry], float], now_s: float) -> list[str]:
         """Drops sessions that other clusters took. Claims sessions that are past their timeout and in no ledger. Those

@@ -407,6 +407,38 @@ def test_an_epoch_that_a_failover_lost_is_not_used_again(upgrade: Upgrade) -> No
     assert unpack_tokens(upgrade.old.store.load("s").history).tolist() == [1, 9]
 
 
+def test_the_epoch_of_a_claim_that_a_failover_lost_is_not_used_again(upgrade: Upgrade) -> None:
+    """The cluster claimed the session at the same epoch once more, and took the turn that one of its replicas had built
+    on a lost turn."""
+    open_session(upgrade.old)
+    upgrade.old.turn("s", [1])
+    key = f"kedge:{{{upgrade.log_name}}}:session:s"
+    with upgrade.server.client() as client:
+        kept = client.get(key)
+        upgrade.new.turn("s", [2])
+        in_flight = next_turn(*upgrade.new.begin("s"), [3])
+        client.set(key, kept)
+    upgrade.old.turn("s", [9])
+    upgrade.new.begin("s")
+    with pytest.raises(StaleEpoch):
+        commit_turn(upgrade.new.cluster, in_flight)
+    assert unpack_tokens(upgrade.new.store.load("s").history).tolist() == [1, 9]
+    assert upgrade.old.begin("s")[0].epoch > in_flight.epoch
+
+
+def test_a_session_whose_claim_a_failover_lost_exists(upgrade: Upgrade) -> None:
+    """It was refused as one that another cluster has, at each try."""
+    open_session(upgrade.old)
+    upgrade.old.turn("s", [1])
+    key = f"kedge:{{{upgrade.log_name}}}:session:s"
+    with upgrade.server.client() as client:
+        kept = client.get(key)
+        upgrade.new.turn("s", [2])
+        client.set(key, kept)
+    with pytest.raises(SessionExists):
+        open_session(upgrade.new)
+
+
 def test_a_session_is_not_held_at_another_epoch_than_the_logs(upgrade: Upgrade) -> None:
     """Its owner asked for it again and again, since it never got the epoch that the ledger has."""
     open_session(upgrade.old)
