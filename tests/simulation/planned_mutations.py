@@ -77,15 +77,14 @@ def _handed_over_to_anybody() -> Patches:
     return [patch.object(Cluster, "_drain_session", drain_session)]
 
 
-def _drained_comes_back() -> Patches:
-    """A draining replica that registers again after a silence counts as new."""
-    real = ReplicaDirectory.register
+def _heartbeats_tell_no_drain() -> Patches:
+    """A controller that starts hears of no drain that began before."""
+    real = ReplicaDirectory._note
 
-    def register(self: ReplicaDirectory, status: ReplicaStatus) -> None:
-        self._replicas.pop(status.replica_id, None)
+    def note(self: ReplicaDirectory, status: ReplicaStatus) -> None:
         real(self, replace(status, draining=False))
 
-    return [patch.object(ReplicaDirectory, "register", register)]
+    return [patch.object(ReplicaDirectory, "_note", note)]
 
 
 def _drain_ends_early() -> Patches:
@@ -117,7 +116,7 @@ PLANNED_MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyTy
         "a retiring replica is reported lost (point 3)": _retiring_replicas_are_lost,
         "turns leave a replica that retires (point 3)": _turns_leave_retiring_replicas,
         "sessions are handed over to the one that drains (point 3)": _handed_over_to_anybody,
-        "a replica that drains registers as a new one (point 3)": _drained_comes_back,
+        "a controller that starts hears of no drain (point 3)": _heartbeats_tell_no_drain,
         "a replica that drains ends while it has turns (point 3)": _drain_ends_early,
         "a move by hand does not wait for turns": _moves_do_not_wait,
     }
