@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+from serving.front.api.body_limits import MIB, MOST_BYTES
 from serving.front.api.errors import refusal
 from serving.front.api.hidden_sessions import CONVERSATION, HEX
 from serving.front.api.responses.continuations import Continued, begun, continued, continued_with
@@ -40,6 +41,11 @@ PAUSE_S = 0.05
 """Between tries, when several changes come at the same time."""
 GIVEN_UP_AFTER_S = 600.0
 """If by then a response has neither a turn in flight nor a committed one, it came to nothing."""
+MOST_NOTES_BYTES = MOST_BYTES
+"""A conversation whose notes have so many bytes takes nothing more. Each call reads all of them, and no context has
+room for them. Limits of tokens do not bound them, since a conversation's turns have no tokens."""
+_ADDED = frozenset({"items", "response"})
+"""The changes that add something to a conversation, see `change_conversation`."""
 _NO_CONVERSATION = "conversation_not_found"
 
 
@@ -54,13 +60,14 @@ class _Entry:
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation after the first `num_turns` turns of its session. `learned`: items of responses, by response id,
-    that its notes do not have yet."""
+    """A conversation after the first `num_turns` turns of its session, whose notes have `notes_bytes`. `learned`: items
+    of responses, by response id, that these do not have yet."""
 
     id: str
     created_at: int = 0
     metadata: Mapping[str, str] = field(default_factory=dict)
     num_turns: int = 0
+    notes_bytes: int = 0
     learned: dict[str, list[Json]] = field(default_factory=dict)
     entries: list[_Entry] = field(default_factory=list)
 
@@ -132,7 +139,11 @@ async def read_conversation(
 ) -> Conversation:
     """The conversation as it is now. `param` is the field that names it. Raises ServiceError (404)."""
     turns = await _changes_of(service, conversation_id, tenant, param)
-    conversation = Conversation(conversation_id, num_turns=turns[-1].turn_index + 1)
+    conversation = Conversation(
+        conversation_id,
+        num_turns=turns[-1].turn_index + 1,
+        notes_bytes=sum(len(turn.said.note) for turn in turns),
+    )
     # A long conversation takes long: other tasks go on meanwhile.
     await asyncio.to_thread(conversation.take, (json.loads(turn.said.note) for turn in turns))
     entries = conversation.unknown()
@@ -162,6 +173,9 @@ async def change_conversation(
         if not change and not conversation.learned:
             return conversation
         note = json.dumps(change | {"learned": conversation.learned}).encode()
+        if change.keys() & _ADDED and conversation.notes_bytes + len(note) > MOST_NOTES_BYTES:
+            most = f"{MOST_NOTES_BYTES // MIB} MiB"
+            raise refusal(f"{param}: conversation {conversation_id!r} is full, {most}. Begin another.", param)
         try:
             await service.keep_note(
                 _session_of(conversation_id, param), note, expected_turn=conversation.num_turns, tenant=tenant

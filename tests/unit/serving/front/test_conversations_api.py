@@ -229,6 +229,27 @@ async def test_a_response_that_came_to_nothing_leaves_nothing(
     assert [entry.response_id for entry in read.entries] == [response.id]
 
 
+async def test_a_conversation_that_is_full_takes_nothing_more(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call reads the whole conversation, and one without an end took as much of the log and of front ends. What is
+    there can still be read, changed and taken out."""
+    client = served.client.conversations
+    made = await client.create(items=[with_id("a" * 1000, "x")])
+    await client.items.create(made.id, items=[with_id("b" * 1000, "y")])
+    monkeypatch.setattr(conversation_log, "MOST_NOTES_BYTES", 3000)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.items.create(made.id, items=[user("c" * 1000)])
+    assert caught.value.param == "conversation_id"
+    monkeypatch.setattr(conversation_log, "MOST_NOTES_BYTES", 2000)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await served.ask("one", conversation=made.id)
+    assert caught.value.param == "conversation"
+    await client.update(made.id, metadata={"a": "b"})
+    await client.items.delete("x", conversation_id=made.id)
+    assert await texts(served.client, made.id) == ["b" * 1000]
+
+
 async def test_an_id_names_one_item(served: Served) -> None:
     """As at OpenAI. The list of a conversation in which an id was repeated had no last page."""
     client = served.client.conversations
