@@ -22,6 +22,7 @@ from controllers.errors import (
     StaleEpoch,
     StoreError,
     TurnInFlight,
+    TurnNotInFlight,
 )
 from controllers.records import TurnRecord
 from controllers.session import SessionController
@@ -336,6 +337,11 @@ class TurnRunner:
                 self._metrics.turn_ended("aborted")
                 return live.final_event(self._unix_clock())
             return await self._commit(live)
+        except Exception:  # a bug: the session goes on from the log
+            with suppress(TurnNotInFlight):
+                if live.named is not None:
+                    await self._host.let_go(live.named)
+            raise
         finally:
             await self._finish(live)
 

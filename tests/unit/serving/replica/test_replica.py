@@ -7,6 +7,7 @@ import json
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
@@ -28,7 +29,7 @@ from engine.api import (
     InvalidRequest,
     StepFailed,
 )
-from serving.replica import session_host
+from serving.replica import session_host, turn_runner
 from serving.replica.engine_answers import ENGINE_TIMEOUT_S
 from serving.replica.replica import execution_line
 from serving.wire.calls import RewindSession
@@ -98,6 +99,20 @@ async def test_a_client_that_leaves_leaves_no_trace(rig: Rig) -> None:
     events = await rig.run(call([7], "s"), epoch)
     assert events[-1].prompt_tokens == len(history) + 1
     assert tokens_of(events) == null_generate([*history, 7], 8, VOCAB_SIZE)
+    await rig.host.close("s")
+    await rig.books_are_empty()
+
+
+async def test_a_bug_at_the_end_of_a_turn_keeps_no_session(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The turn stayed in flight for good: all others were refused, and the session could not be closed."""
+    epoch = rig.open_session("s")
+    history = [1, *tokens_of(await rig.run(call([1], "s"), epoch))]
+    with monkeypatch.context() as bug:
+        bug.setattr(turn_runner, "encode_said", Mock(side_effect=ValueError("a bug")))
+        with pytest.raises(ValueError, match="a bug"):
+            await rig.turns.run(call([2], "s"), epoch, lambda _event: None)
+    events = await rig.run(call([3], "s"), epoch)
+    assert tokens_of(events) == null_generate([*history, 3], 8, VOCAB_SIZE)
     await rig.host.close("s")
     await rig.books_are_empty()
 
