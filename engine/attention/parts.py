@@ -94,12 +94,13 @@ class PartCutter:
         tables, tiles, shape = self._tables, self._tiles, bounds.shape
         items = len(tables.kv_lens_B)
         budget = self._multiprocessors * shape.programs // kv_heads
+        # The kernels depend on the tiles alone, not on the step: another width of its tables is no other variant.
+        max_splits = tiles.max_splits if budget >= 2 else 1
         splits = self._most_splits(shape, most_keys) if budget >= 2 else 1
         most = min(max(budget, bounds.most_tiles + budget // 2), bounds.most_tiles * splits)
         if tiles.split_blocks:
             most = min(bounds.most_tiles + budget, bounds.most_tiles * splits)
         numbers = torch.empty(3 * items + 1 + most, dtype=torch.int32, device=tables.kv_lens_B.device)
-        max_splits = 1 if splits == 1 else tiles.max_splits
         parts = Parts(shape, most, max_splits, numbers.split_with_sizes((items + 1, items, items, most)))
         cut_into_parts[(items,)](
             *parts.tensors,
