@@ -168,8 +168,8 @@ def build_runner(
             runner.rehearse(rows, items, longest)
         runner.rehearse(limits.rows, limits.items)  # proves that there is memory for the largest step
         runner.rehearse_picks()
-        for items, tokens in ((1, 1), (limits.items, 1), (1, limits.rows)):
-            careful.rehearse_drafts(items, tokens)
+        for rows, _, longest in steps_beyond_graphs(limits, replace(execution, graphs=False)):
+            careful.rehearse_drafts(rows, longest)
     return runner
 
 

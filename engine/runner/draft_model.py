@@ -50,13 +50,14 @@ class DraftModel:
     def kv(self) -> PagedKV:
         return self._pool.full
 
-    def rehearse(self, num_items: int, num_tokens: int) -> None:
-        """Runs a step of so many items with so many tokens each, as far as they fit, in pages that nobody uses yet.
-        Compiles its kernels, and shows whether there is memory for it."""
-        longest = min(num_tokens, self._max_context_len, self.kv.num_pages * self.kv.page_size)
-        pages = np.arange(pages_for(longest, self.kv.page_size), dtype=np.int32)
+    def rehearse(self, num_tokens: int, longest: int) -> None:
+        """Runs a step of so many tokens, in items of `longest` and one with the rest, as far as they fit, in pages that
+        nobody uses yet. Compiles its kernels, and shows whether there is memory for it."""
+        fitting = min(longest, self._max_context_len, self.kv.num_pages * self.kv.page_size)
+        pages = np.arange(pages_for(fitting, self.kv.page_size), dtype=np.int32)
         sample = SampleSpec(_GREEDY)
-        self._run([BatchItem("", [0] * longest, 0, pages, True, sample) for _ in range(num_items)])
+        lens = [min(fitting, num_tokens - first) for first in range(0, num_tokens, longest)]
+        self._run([BatchItem("", [0] * length, 0, pages, True, sample) for length in lens])
 
     def propose(self, items: Sequence[BatchItem]) -> list[BatchItem]:
         """The items to verify: the items whose `draft` asks for proposals now end with them.

@@ -84,10 +84,10 @@ class TorchRunner:
         return self.run(self.with_drafts(batch))
 
     @torch.inference_mode()
-    def rehearse_drafts(self, num_items: int, num_tokens: int) -> None:
+    def rehearse_drafts(self, num_tokens: int, longest: int) -> None:
         """See DraftModel.rehearse. Without a draft model nothing is done."""
         if self._draft is not None:
-            self._draft.rehearse(num_items, num_tokens)
+            self._draft.rehearse(num_tokens, longest)
 
     @torch.inference_mode()
     def with_drafts(self, batch: ScheduledBatch) -> ScheduledBatch:

@@ -36,6 +36,7 @@ from engine.models.ops import TorchOps
 from engine.parallel.ranks import OneRank
 from engine.runner.device_runner import DeviceRunner
 from engine.runner.disk_folder import DiskUnavailable
+from engine.runner.draft_model import DraftModel
 from engine.runner.kv_pool import make_kv_pool
 from engine.runner.sample_table import SampleTable, pick_by_row
 from engine.runner.torch_runner import TorchRunner
@@ -250,6 +251,25 @@ def test_picks_are_rehearsed(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatc
     build_runner(loaded, CacheSettings(4, 10), scheduler=limits, execution=execution).close()
     dtypes, rows = (torch.float32, torch.bfloat16), (1, 2, 3, 4, 5)
     assert {(dtype, count) for dtype in dtypes for count in rows} <= set(picked)
+
+
+def test_a_draft_model_is_rehearsed_with_steps_of_every_kind(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no graphs. Kernels for some tokens of a prompt, and for decodes beside them, used to be compiled by the
+    first such step."""
+    rehearsed: list[tuple[int, int, int]] = []
+
+    def run(_draft: DraftModel, work: list[BatchItem]) -> list[int]:
+        lens = [len(item.token_ids) for item in work]
+        rehearsed.append((sum(lens), len(lens), max(lens)))
+        return []
+
+    monkeypatch.setattr(DraftModel, "_run", run)
+    monkeypatch.setattr(composition, "is_gpu", lambda _device: True)
+    scheduler = SchedulerSettings(max_batch_tokens=40, chunk_size=16, max_running=5)
+    build_runner(loaded, CacheSettings(4, 10), loaded, scheduler=scheduler, num_drafts=2).close()
+    assert rehearsed == steps_beyond_graphs(StepLimits(40, 5, 15, 1), ExecutionSettings(graphs=False))
 
 
 def test_steps_beyond_graphs_have_items_of_every_length() -> None:

@@ -54,8 +54,8 @@ def make_draft(folder: Path, config: dict[str, Any], seed: int = 1) -> DraftMode
 def test_rehearsals_leave_nothing(tmp_path: Path) -> None:
     """On a GPU they compile its kernels before the first request, and may fill the whole pool."""
     fresh, rehearsed = make_draft(tmp_path / "a", SMALL), make_draft(tmp_path / "b", SMALL)
-    for num_items, num_tokens in ((1, 1), (7, 1), (1, 10_000)):
-        rehearsed.rehearse(num_items, num_tokens)
+    for num_tokens, longest in ((1, 1), (7, 1), (10, 4), (10_000, 10_000)):
+        rehearsed.rehearse(num_tokens, longest)
     pages = np.arange(PAGES_EACH, dtype=np.int32)
     tokens = [5, 3, 8, 1]
     asked = BatchItem("a", tokens, 0, pages, True, SampleSpec(GREEDY), draft=DraftWork(0, tokens, 4))
@@ -139,7 +139,7 @@ def test_it_runs_in_inference_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(draft._model, "forward", noted)
     runner = make_runner(tmp_path, draft)
-    runner.rehearse_drafts(2, 3)
+    runner.rehearse_drafts(6, 3)
     assert run(runner, mirrored(0, prompt(0), 3))[0].num_proposed == 3
     assert modes == [True] * 4
 
