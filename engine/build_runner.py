@@ -147,7 +147,7 @@ def build_runner(
     limits = StepLimits.of(scheduler, execution, num_drafts)
     on_gpu = is_gpu(loaded.device)
     with memory_for(loaded.device, "the largest step", STEP_SETTINGS):
-        room_bytes = _room_bytes(loaded, cache, execution, limits, ranks) if on_gpu else CPU_POOL_BYTES
+        room_bytes = _room_bytes(loaded, cache, draft, execution, limits, ranks) if on_gpu else CPU_POOL_BYTES
     draft_bytes = 0
     if draft is not None:
         draft_bytes = draft.layout.page_bytes(draft.layout.num_layers, cache.page_size, draft.dtype)
@@ -323,18 +323,20 @@ def choose_picker(device: torch.device) -> RowPicker:
 def _room_bytes(
     loaded: LoadedModel,
     cache: CacheSettings,
+    draft: LoadedModel | None,
     execution: ExecutionSettings,
     limits: StepLimits,
     ranks: RankGroup,
 ) -> int:
-    """Bytes that a GPU has for KV: its share of memory, less the largest step's peak, and less what graphs keep for
-    their steps. A draft model's steps are not tried. 0 if the settings give the size of the pool."""
+    """Bytes that a GPU has for KV: its share of memory, less what attention holds, the draft model's too, less the
+    largest step's peak, and less what graphs keep for their steps. A draft model's steps are not tried. 0 if the
+    settings give the size of the pool."""
     if cache.num_pages is not None or cache.size_bytes is not None:
         return 0
     trial = replace(cache, num_pages=PROFILE_PAGES, window_ratio=1.0)
     pool = make_kv_pool(loaded.layout, trial, loaded.dtype, loaded.device)
     attention = attention_of(loaded, pool, execution)
-    careful = careful_runner(loaded, pool, attention, None, execution)
+    careful = careful_runner(loaded, pool, attention, draft, execution)
     graphs = make_graphs(loaded.device, wanted=False)
     runner = device_runner(loaded, careful, pool, attention, limits, graphs, execution, ranks)
     steps = [(limits.rows, limits.items)]

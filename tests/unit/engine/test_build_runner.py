@@ -193,9 +193,33 @@ def test_the_pool_takes_what_the_largest_step_leaves(
     for graphs, expected in ((False, [40, 9]), (True, [40, 9, 16, 9])):
         rehearsed.clear()
         execution = ExecutionSettings(graphs=graphs, max_graph_tokens=16)
-        room = composition._room_bytes(loaded, CacheSettings(4), execution, limits, OneRank())
+        room = composition._room_bytes(loaded, CacheSettings(4), None, execution, limits, OneRank())
         assert rehearsed == expected
         assert room == (0.9, 40_009 + (16_009 if graphs else 0))
+
+
+def test_the_pool_leaves_room_for_the_attention_of_both_models(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each holds a workspace, with FlashAttention 3 of up to 512 MiB. The draft model's was allocated once the pool had
+    taken all there was."""
+    made: list[LoadedModel] = []
+    before: list[LoadedModel] = []
+    attention_of, draft = composition.attention_of, replace(loaded)
+
+    def made_for(model: LoadedModel, *others: Any) -> AttentionChoice:
+        made.append(model)
+        return attention_of(model, *others)
+
+    def room(*_: Any) -> int:
+        before.extend(made)
+        return 10 * PAGE_BYTES
+
+    monkeypatch.setattr(composition, "is_gpu", lambda _device: True)
+    monkeypatch.setattr(composition, "attention_of", made_for)
+    monkeypatch.setattr(composition, "memory_room", room)
+    build_runner(loaded, CacheSettings(4), draft, num_drafts=2).close()
+    assert before == [loaded, draft]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +320,7 @@ def build_plain(loaded: LoadedModel) -> TorchRunner:
 def test_a_given_size_asks_the_card_for_nothing(loaded: LoadedModel) -> None:
     for cache in (CacheSettings(4, num_pages=9), CacheSettings(4, size_bytes=10_000)):
         limits = StepLimits(8, 2, 2, 1)
-        assert composition._room_bytes(loaded, cache, ExecutionSettings(), limits, OneRank()) == 0
+        assert composition._room_bytes(loaded, cache, None, ExecutionSettings(), limits, OneRank()) == 0
 
 
 def test_a_cpu_picks_by_row() -> None:
