@@ -59,6 +59,9 @@ Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 CountOrZero = Annotated[int, Field(ge=0, le=MAX_INT)]
 NumChoices = Annotated[int, Field(ge=1, le=128)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
+RAW_LOGPROBS = (
+    "Log-probabilities are those of the model itself, before temperature, penalties, biases and constraints."
+)
 Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, le=MAX_INT)]

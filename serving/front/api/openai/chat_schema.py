@@ -24,7 +24,15 @@ from serving.front.api.answers.tools_schema import (
     Tools,
     check_arguments,
 )
-from serving.front.api.fields import MAX_MESSAGES, MAX_PARTS, Count, NonEmptyText, OtherKind, TopLogprobs
+from serving.front.api.fields import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    RAW_LOGPROBS,
+    Count,
+    NonEmptyText,
+    OtherKind,
+    TopLogprobs,
+)
 from serving.front.api.openai.replies import StopDetails, Usage
 from serving.front.api.openai.requests import OpenAiBody
 from serving.front.api.reply_json import Reply
@@ -157,7 +165,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 class ChatBody(OpenAiBody):
     messages: Messages
     max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
+    logprobs: bool | None = Field(None, description=RAW_LOGPROBS)
     top_logprobs: TopLogprobs | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     tools: Tools | None = None

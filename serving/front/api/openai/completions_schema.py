@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, UnsetType
 from pydantic import Discriminator, Field, Tag
 
-from serving.front.api.fields import MAX_CALLS, CountOrZero, NonEmptyText, TokenIds, TopLogprobs
+from serving.front.api.fields import (
+    MAX_CALLS,
+    RAW_LOGPROBS,
+    CountOrZero,
+    NonEmptyText,
+    TokenIds,
+    TopLogprobs,
+)
 from serving.front.api.openai.replies import StopDetails, Usage
 from serving.front.api.openai.requests import OpenAiBody
 from serving.front.api.reply_json import Reply
@@ -40,7 +47,7 @@ class CompletionBody(OpenAiBody):
     max_tokens: CountOrZero | None = Field(
         None, description="16 if left out. 0 only scores the prompt, with echo and logprobs."
     )
-    logprobs: TopLogprobs | None = None
+    logprobs: TopLogprobs | None = Field(None, description=RAW_LOGPROBS)
     echo: bool | None = None
     best_of: int | None = Field(None, description="It must equal n.")
     add_special_tokens: bool | None = Field(

@@ -11,6 +11,7 @@ from engine.api import DEFAULT_MAX_NEW_TOKENS, SamplingParams
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
     MAX_CALLS,
+    RAW_LOGPROBS,
     AdditivePenalty,
     CountOrZero,
     Grammar,
@@ -177,7 +178,7 @@ class GenerateBody(StrictBody):
     )
     stream: bool | None = None
     rid: RequestIds | None = None
-    return_logprob: bool | None = None
+    return_logprob: bool | None = Field(None, description=RAW_LOGPROBS)
     logprob_start_len: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
         None,
         description="With return_logprob, input tokens from this position on are scored. Positions count from the "
