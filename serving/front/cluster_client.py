@@ -27,6 +27,7 @@ from serving.front.cluster_watch import SharedWatch
 from serving.front.known_places import KnownPlaces
 from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
 from serving.front.replica_gone import Loss, ReplicaGone, ReplicaLate
+from serving.front.served_model import served_model
 from serving.front.session_owners import RETRY_PAUSE_S, SessionOwners
 from serving.front.shared_answer import SharedAnswer
 from serving.front.siblings import Siblings
@@ -43,7 +44,6 @@ from serving.wire.calls import (
     Drain,
     Flush,
     ForkSession,
-    GetModelInfo,
     KeepNote,
     MetricsText,
     MoveSession,
@@ -73,7 +73,7 @@ NEWCOMER_GRACE_S = 5.0
 """A replica registers with the controller a moment before this ingress knows it."""
 REPLICAS_ASKED = 3
 FIGURES_TIMEOUT_S = 3.0
-"""For figures and the health check: their callers wait at most some seconds for everything."""
+"""For figures, the model and the health check: their callers wait at most some seconds for everything."""
 
 
 class ClusterClient:
@@ -116,25 +116,15 @@ class ClusterClient:
         source = ClusterSource(
             replicas, controller, lambda entry, now_s: told_session(_session_info(entry, now_s))
         )
-        self._watch = SharedWatch(source, tasks, model)
+        self._watch = SharedWatch(source, tasks, lambda: self.model)
 
     @property
     def model(self) -> ModelInfo:
         return self._model
 
     async def learn_model(self) -> None:
-        """Asks a replica what it serves. During an update the first that answered may have had older settings, or an
-        older model. The names are of this ingress's own settings, and stay."""
-        own = self._model
-        with suppress(ReplicaGone, ReplicaLate):
-            told = await self._replicas.call(ANY_REPLICA, GetModelInfo())
-            self._model = replace(
-                told,
-                model_id=own.model_id,
-                aliases=own.aliases,
-                adapters=own.adapters,
-                created=own.created,
-            )
+        """Asks the replicas what they serve: an update may have replaced those that answered before."""
+        self._model = await served_model(self._replicas, FIGURES_TIMEOUT_S) or self._model
 
     @asynccontextmanager
     async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:

@@ -111,7 +111,7 @@ class SharedWatch:
         self,
         source: LookSource,
         tasks: BackgroundTasks,
-        model: ModelInfo,
+        model: Callable[[], ModelInfo],
         *,
         most_watchers: int = MOST_WATCHERS,
         unix_clock: Callable[[], float] = time.time,
@@ -199,7 +199,7 @@ class SharedWatch:
         for watcher in self._watchers:
             if watcher.wants_state:
                 if watcher.limit not in states:
-                    states[watcher.limit] = _bytes(state_of(look, self._model.model_id, watcher.limit))
+                    states[watcher.limit] = _bytes(state_of(look, self._model().model_id, watcher.limit))
                 watcher.show(states[watcher.limit])
             watcher.tell(self._past if watcher.is_new else told)
             watcher.is_new = False

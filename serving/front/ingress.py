@@ -12,7 +12,6 @@ from typing import Any
 
 import ray
 from fastapi import FastAPI
-from msgspec.structs import replace
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -34,19 +33,17 @@ from serving.front.membership import LOOK_INTERVAL_S
 from serving.front.operator_port import OperatorPort
 from serving.front.ownership_cache import OwnershipCache
 from serving.front.recorder import Recorder
-from serving.front.replica_calls import ANY_REPLICA, HasDied, OpenConnection, ReplicaCalls
-from serving.front.replica_gone import ReplicaGone, ReplicaLate
+from serving.front.replica_calls import HasDied, OpenConnection, ReplicaCalls
 from serving.front.replica_link import LinkTimes
+from serving.front.served_model import served_model
 from serving.front.session_owners import SessionOwners
 from serving.front.siblings import Siblings
 from serving.front.turn_dispatch import TurnDispatcher
 from serving.garbage import settle
 from serving.logs.serve_log import log_with_serve
 from serving.settings.config import AppArgs
-from serving.settings.model_args import ModelArgs
 from serving.trace.opening import front_traces, open_spans
 from serving.watch.metrics import IngressMetrics
-from serving.wire.calls import GetModelInfo
 from serving.wire.connections import ConnectionFactory
 from serving.wire.controller_calls import (
     CONTROLLER_TIMEOUT_S,
@@ -72,7 +69,7 @@ CACHED_PLACES = 200_000
 STOP_TIMEOUT_S = 5.0
 """How long responses that are broken off may take to write their ends to the session log."""
 RELOAD_KEYS_INTERVAL_S = 2.0
-LEARN_MODEL_INTERVAL_S = 5.0
+LEARN_MODEL_INTERVAL_S = 2.0
 RELOAD_KEYS_TIMEOUT_S = 10.0
 
 
@@ -132,7 +129,7 @@ class Ingress:
         siblings = Siblings(environment.ingresses, FIGURES_TIMEOUT_S)
         self._background = BackgroundResponses(siblings, most=args.ingress.max_background_responses)
         self._service = ClusterClient(
-            model=await _model_info(calls, args.model),
+            model=await _first_model(calls),
             replicas=calls,
             siblings=siblings,
             controller=controller,
@@ -147,7 +144,7 @@ class Ingress:
         self._departure = Departure(siblings, metrics.ingress_id)
         self._tasks.every(LOOK_FOR_DEPARTURE_S, self._look_for_departure, timeout_s=2 * FIGURES_TIMEOUT_S)
         self._expire_idle_sessions(controller)
-        self._tasks.every(LEARN_MODEL_INTERVAL_S, self._service.learn_model, timeout_s=2 * CALL_TIMEOUT_S)
+        self._tasks.every(LEARN_MODEL_INTERVAL_S, self._service.learn_model, timeout_s=2 * FIGURES_TIMEOUT_S)
         self._tasks.every(RELOAD_KEYS_INTERVAL_S, self._reload_keys, timeout_s=RELOAD_KEYS_TIMEOUT_S)
         self._operator_port = self._opened_for_operators()
         environment.settle()
@@ -235,7 +232,9 @@ class Ingress:
             request_priority=api.request_priority,
             incremental_streaming_output=args.incremental_streaming_output,
             affinity_rules=AffinityRules(affinity.user, affinity.cookie),
-            body_limits=BodyLimits.of_context(self._service.model.max_context_len, args.max_body_bytes),
+            body_limits=lambda: BodyLimits.of_context(
+                self._service.model.max_context_len, args.max_body_bytes
+            ),
             keep_alive_s=args.keep_alive_s,
         )
 
@@ -299,24 +298,13 @@ async def actor_has_died(address: ReplicaAddress) -> bool:
     return False
 
 
-async def _model_info(calls: ReplicaCalls, settings: ModelArgs) -> ModelInfo:
-    """The served model. Asks until a replica answers: models may take minutes to load. During an update that may be one
-    with older settings, so all names come from this ingress's own, and ClusterClient.learn_model asks again."""
+async def _first_model(calls: ReplicaCalls) -> ModelInfo:
+    """The served model. Asks until a replica answers: models may take minutes to load."""
     waits = False
     async with asyncio.timeout(START_TIMEOUT_S):
-        while True:
-            try:
-                answer = await calls.call(ANY_REPLICA, GetModelInfo())
-            except (ReplicaGone, ReplicaLate):
-                if not waits:
-                    logger.info("waiting for a replica")
-                waits = True
-                await asyncio.sleep(0.5)
-            else:
-                assert isinstance(answer, ModelInfo)
-                return replace(
-                    answer,
-                    model_id=settings.model_id,
-                    aliases=tuple(settings.aliases),
-                    adapters=settings.adapters,
-                )
+        while (model := await served_model(calls, FIGURES_TIMEOUT_S)) is None:
+            if not waits:
+                logger.info("waiting for a replica")
+            waits = True
+            await asyncio.sleep(0.5)
+    return model

@@ -197,7 +197,8 @@ class ReplicaParts:
             tool_calls=self._text.tool_format(args.tool_calls),
             reasoning=self._text.reasoning_format(args.reasoning),
             sampling=self._sampling,
-            aliases=tuple(args.aliases),  # for front ends of the version before
+            aliases=tuple(args.aliases),
+            adapters=args.adapters,
         )
 
     def describe(self) -> dict[str, Any]:

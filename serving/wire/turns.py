@@ -291,7 +291,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 class ModelInfo(msgspec.Struct, frozen=True):
     """What the protocols report of the served model. `tool_calls` and `reasoning` are the formats of its function calls
     and of its thoughts, if it has these. `aliases` are further names that requests may use for the model. `adapters`
-    are the paths of its adapters, by the names that requests use. All names are those of the front end's settings."""
+    are the paths of its adapters, by the names that requests use. It was `created` when its replica started (Unix
+    time, seconds)."""
 
     model_id: str
     model_path: str

@@ -124,7 +124,7 @@ class StrictJsonRequest(Request):
 
     @property
     def _limits(self) -> BodyLimits:
-        return rules_of(self.app).body_limits
+        return rules_of(self.app).body_limits()
 
 
 class StrictJsonRoute(APIRoute):

@@ -55,7 +55,7 @@ async def respond(websocket: WebSocket, service: Service, tenant: Tenant) -> Non
     """Serves a connection until its end. Raises ServiceError if it is not accepted."""
     _check_headers(websocket)
     rules = rules_of(websocket.app)
-    limits = rules.body_limits
+    limits = rules.body_limits()
     sockets: Sockets = websocket.app.state.sockets
 
     def make_lane(stream_id: str | None) -> Lane:

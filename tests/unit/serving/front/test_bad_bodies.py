@@ -310,7 +310,7 @@ async def test_an_unknown_type_of_tool_is_refused_by_its_name(field: str, body: 
 @pytest.mark.parametrize("path", ["/v1/completions", GENERATE])
 @pytest.mark.parametrize("declared", [True, False])
 async def test_bodies_have_a_limit(path: str, declared: bool) -> None:
-    app = create_http_app(_no_service, rules=ApiRules(body_limits=BodyLimits(size_bytes=1000)))
+    app = create_http_app(_no_service, rules=ApiRules(body_limits=lambda: BodyLimits(size_bytes=1000)))
     body = json.dumps({"prompt": "a" * 2000}).encode()
 
     async def pieces() -> Any:

@@ -1,51 +1,113 @@
-"""What a front end says of the model follows the replicas, whichever it asked when it started."""
+"""What a front end says of the model, and the names that it answers to, follow the replicas."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from serving.front.cluster_client import ClusterClient
-from serving.front.replica_gone import ReplicaGone
+from serving.front.http import create_http_app
+from serving.front.ingress import Ingress, _first_model
+from serving.front.served_model import served_model
+from serving.settings.config import parse_args
 from serving.wire.calls import AnyCall, GetModelInfo
 from serving.wire.turns import ModelInfo, SamplingDefaults
-from tests.unit.serving.local_service import MODEL
+from tests.unit.serving.local_service import MODEL, client_of
+from tests.unit.serving.replica_rig import running_rig
 
-FORMER = replace(MODEL, model_id="own", aliases=("chat",), adapters={"a": "org/a"}, reasoning="think")
+FORMER = replace(
+    MODEL,
+    model_id="former",
+    model_path="/models/former",
+    aliases=("chat",),
+    adapters={"new": "org/a"},
+    reasoning="think",
+)
 NEW = replace(
     MODEL,
-    model_id="a replica's",
-    max_context_len=2 * MODEL.max_context_len,
+    model_id="new",
+    model_path="/models/new",
+    aliases=("latest",),
+    max_context_len=1000 * MODEL.max_context_len,
     created=MODEL.created + 60,
     sampling=SamplingDefaults(temperature=0.6),
 )
 
 
 class UpdatedReplicas:
-    """ReplicaCalls of a cluster whose replicas have been replaced since the front end asked."""
+    """ReplicaCalls of a cluster that is being updated. `models` are those of the replicas that answer."""
 
-    gone = False
+    def __init__(self, *models: ModelInfo) -> None:
+        self.models = list(models)
 
-    async def call(self, _replica_id: str, call: AnyCall) -> ModelInfo:
+    async def broadcast(self, call: AnyCall, _timeout_s: float) -> list[ModelInfo]:
         assert isinstance(call, GetModelInfo)
-        if self.gone:
-            raise ReplicaGone("a")
-        return NEW
+        return self.models
+
+
+def client_over(replicas: UpdatedReplicas) -> ClusterClient:
+    unused: dict[str, Any] = dict.fromkeys(
+        ("siblings", "controller", "owners", "dispatcher", "places", "metrics", "tasks")
+    )
+    parts: dict[str, Any] = {"replicas": replicas}
+    return ClusterClient(model=FORMER, settings={}, **parts, **unused)
 
 
 async def test_a_front_end_that_asked_a_former_replica_learns_of_the_new_model() -> None:
     """It kept the former model's context, sampling defaults and formats of thoughts and calls as long as it ran."""
     replicas = UpdatedReplicas()
-    unused: dict[str, Any] = dict.fromkeys(
-        ("siblings", "controller", "owners", "dispatcher", "places", "metrics", "tasks")
-    )
-    parts: dict[str, Any] = {"replicas": replicas}
-    client = ClusterClient(model=FORMER, settings={}, **parts, **unused)
-    replicas.gone = True
+    client = client_over(replicas)
     await client.learn_model()
-    assert client.model == FORMER
-    replicas.gone = False
+    assert client.model == FORMER, "no replica answers"
+    replicas.models = [NEW]
     await client.learn_model()
-    own = {"model_id": "own", "aliases": ("chat",), "adapters": {"a": "org/a"}, "created": FORMER.created}
-    assert client.model == replace(NEW, **own)
+    assert client.model == NEW
+
+
+@pytest.mark.parametrize("models", [(FORMER, NEW), (NEW, FORMER)])
+async def test_of_replicas_that_differ_the_newest_counts(models: tuple[ModelInfo, ...]) -> None:
+    replicas: Any = UpdatedReplicas(*models)
+    assert await served_model(replicas, 1.0) == NEW
+
+
+async def test_a_name_is_answered_while_its_model_is_served() -> None:
+    """The names were those of the front end's own settings. So the former model answered to the name of the new one,
+    and its own name got a 404, until the new one was loaded. Here the new name was an adapter of the former model."""
+    replicas: Any = UpdatedReplicas(FORMER)
+    assert await _first_model(replicas) == FORMER
+    client = client_over(replicas)
+
+    async def named() -> dict[str, str]:
+        """What each name stands for; 404 is left out."""
+        names = ("former", "chat", "new", "latest")
+        replies = {name: await http.get(f"/v1/models/{name}") for name in names}
+        return {name: reply.json()["root"] for name, reply in replies.items() if reply.status_code != 404}
+
+    async with client_of(create_http_app(lambda: client)) as http:
+        assert await named() == {"former": "/models/former", "chat": "/models/former", "new": "org/a"}
+        replicas.models = [FORMER, NEW]
+        await client.learn_model()
+        assert await named() == {"new": "/models/new", "latest": "/models/new"}
+
+
+async def test_bodies_may_be_as_large_as_the_learned_model_takes() -> None:
+    """They could be as large as the context of the replica allowed that the front end had asked when it started."""
+    replicas = UpdatedReplicas(NEW)
+    client = client_over(replicas)
+    ingress: Any = SimpleNamespace(_args=parse_args({"model": {"path": "org/new"}}), _service=client)
+    limits = Ingress._rules(ingress).body_limits
+    before = limits()
+    await client.learn_model()
+    assert limits().size_bytes > before.size_bytes
+    assert limits().values - before.values == 2 * (NEW.max_context_len - FORMER.max_context_len)
+
+
+async def test_a_replica_tells_all_names_of_its_model(tmp_path: Path) -> None:
+    model = {"path": "org/base", "name": "base", "aliases": ["small"], "adapters": {"pirate": "org/pirate"}}
+    async with running_rig(tmp_path, settings={"model": model}) as rig:
+        told = await rig.calls.answer(GetModelInfo())
+    assert (told.model_id, told.aliases, told.adapters) == ("base", ("small",), {"pirate": "org/pirate"})

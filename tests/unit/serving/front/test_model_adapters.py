@@ -10,12 +10,10 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from serving.front.api.fields import adapter_of
-from serving.front.ingress import _model_info
 from serving.front.known_places import KnownPlaces
 from serving.settings.config import parse_args
 from serving.settings.strict_settings import SettingsError
-from serving.wire.turns import ChatPrompt, ModelInfo
+from serving.wire.turns import ChatPrompt
 from tests.unit.serving.front.test_durable_conversations import asked
 from tests.unit.serving.local_service import MODEL, LocalService, local_client
 
@@ -34,23 +32,6 @@ async def served(tmp_path: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Local
     async with local_client(tmp_path) as (client, service):
         service.model = replace(MODEL, adapters=ADAPTERS, aliases=("small",))
         yield client, service
-
-
-class OlderReplica:
-    """Answers a front end during an update. The adapter "pirate" was a model of its own before."""
-
-    async def call(self, *_: object) -> ModelInfo:
-        return replace(MODEL, model_id="pirate", aliases=("old",), adapters={"gone": "org/gone"})
-
-
-async def test_names_are_those_of_the_front_end_s_own_settings() -> None:
-    """A front end that came up beside such a replica used to take "pirate" for the model itself, as long as it ran."""
-    model = {"path": "org/base", "name": "base", "aliases": ["small"], "adapters": {"pirate": "org/pirate"}}
-    replicas: Any = OlderReplica()
-    told = await _model_info(replicas, parse_args({"model": model}).model)
-    assert (told.model_id, told.aliases, told.adapters) == ("base", ("small",), {"pirate": "org/pirate"})
-    assert told.max_context_len == MODEL.max_context_len
-    assert [adapter_of(name, told) for name in (None, "base", "small", "pirate")] == ["", "", "", "pirate"]
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -72,7 +72,7 @@ async def service(tmp_path: Path) -> AsyncIterator[LocalService]:
 
 @pytest.fixture
 def app_options() -> dict[str, Any]:
-    return {"rules": ApiRules(body_limits=BodyLimits(size_bytes=MEBIBYTE))}
+    return {"rules": ApiRules(body_limits=lambda: BodyLimits(size_bytes=MEBIBYTE))}
 
 
 @pytest.fixture

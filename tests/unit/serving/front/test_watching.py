@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from controllers.errors import NoAnswer
 from controllers.records import ClusterEvent, ClusterView
@@ -25,7 +26,7 @@ from serving.watch.audit_reply import failed_audit
 from serving.watch.cluster_state import Look, audit_findings, told_event
 from serving.wire.controller_calls import ControllerCalls
 from serving.wire.tree_ids import node_id
-from serving.wire.turns import ServiceError
+from serving.wire.turns import ModelInfo, ServiceError
 from tests.unit.serving.local_service import MODEL, LocalService, http_server, local_service
 from tests.unit.serving.replica_rig import REPLICA_ID, WAIT_S, local_controller
 from tests.unit.serving.sdk_clients import http_at
@@ -83,10 +84,12 @@ class ScriptedSource:
 
 
 @asynccontextmanager
-async def watch_of(source: ScriptedSource, **options: Any) -> AsyncIterator[SharedWatch]:
+async def watch_of(
+    source: ScriptedSource, model: Callable[[], ModelInfo] = lambda: MODEL, **options: Any
+) -> AsyncIterator[SharedWatch]:
     tasks = BackgroundTasks()
     try:
-        yield SharedWatch(source, tasks, MODEL, unix_clock=lambda: 7.0, **options)
+        yield SharedWatch(source, tasks, model, unix_clock=lambda: 7.0, **options)
     finally:
         await tasks.stop(1.0)
 
@@ -132,6 +135,18 @@ async def test_who_comes_later_hears_the_last_events_first() -> None:
                 assert (len(states), len(kinds)) == (1, MOST_TOLD_FIRST)
                 source.happen("closed")
                 assert (await states_and_events(second, "closed")) == ([], ["closed"])
+
+
+async def test_the_model_is_the_one_that_is_served_now() -> None:
+    """After an update the former one was told, as long as the front end ran."""
+    source, served = ScriptedSource(), replace(MODEL, model_id="former")
+    async with watch_of(source, lambda: served) as watch, watch.watch(0.2, 10) as watcher:
+        source.happen("opened")
+        before, _ = await states_and_events(watcher, "opened")
+        served = replace(MODEL, model_id="new")
+        source.happen("closed")
+        after, _ = await states_and_events(watcher, "closed")
+    assert [states[-1]["model"] for states in (before, after)] == ["former", "new"]
 
 
 async def test_a_look_that_fails_ends_nobodys_watch() -> None:

@@ -139,7 +139,7 @@ RESULTS: list[tuple[AnyCall, Any]] = [
     (Describe(), {"live_turns": 3}),
     (MetricsText(), "# HELP"),
     (PlantFault(), {"mended": ["leak_page"]}),
-    (GetModelInfo(), ModelInfo("m", "p", "tp", 100, 50, 12, "hermes", aliases=("a",))),
+    (GetModelInfo(), ModelInfo("m", "p", "tp", 100, 50, 12, "hermes", aliases=("a",), adapters={"b": "q"})),
     (Tokenize(TextPrompt("hi"), True, True), TokenizedPrompt((1, 2), ("h", "i"))),
     (Detokenize((1, 2), False), "hi"),
 ]
