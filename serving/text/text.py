@@ -46,6 +46,10 @@ _TOKENS_AT_ONCE = 4096
 _TEMPLATE_CHARS = 256
 """The most characters that templates are expected to add to a message."""
 
+_MOST_TOKENS = 1_000_000
+"""Of a text whose model has no longer context. Most tokens of a longer text would be cut off, or only counted; and to
+list a million takes some 30 ms, in which no other thread runs."""
+
 _WORDS_AT_ONCE = 8
 """For how many requests the tokens of their words are remembered: all choices of a request have the same words."""
 
@@ -355,16 +359,21 @@ class TextProcessor:
                 encodings += self._backend.encode_batch_fast(others, add_special_tokens=False)
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidRequest("The text is not valid Unicode.", param) from error
+        num_tokens = sum(map(len, encodings))
+        if num_tokens > max(self._max_context_len, _MOST_TOKENS):
+            raise self._too_long(f"{num_tokens} tokens", param)
         return [token_id for encoding in encodings for token_id in encoding.ids]
 
     def _check_len(self, num_chars: int, param: str) -> None:
         """Refuses a text that can never fit before any work is done on it."""
         if self._token_bytes is not None and num_chars > self._max_context_len * self._token_bytes.longest:
-            raise ContextLengthExceeded(
-                f"The prompt is too long: {num_chars} characters. This model's maximum context length is "
-                f"{self._max_context_len} tokens.",
-                param,
-            )
+            raise self._too_long(f"{num_chars} characters", param)
+
+    def _too_long(self, length: str, param: str) -> ContextLengthExceeded:
+        return ContextLengthExceeded(
+            f"The prompt is too long: {length}. This model's maximum context length is {self._max_context_len} tokens.",
+            param,
+        )
 
     def _checked_ids(self, token_ids: Sequence[int]) -> list[int]:
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):

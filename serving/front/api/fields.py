@@ -31,7 +31,8 @@ MAX_GRAMMAR_CHARS = 65_536
 """Longest JSON schema, regular expression or grammar: as much as can be compiled in a second or two."""
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORDS_CHARS = 16_384
-"""Of all words together. A replica's event loop makes them into tokens: so many take 20 ms."""
+"""Of all words together. A replica's event loop waits while they are made into tokens: so many take some 40 ms of a
+core."""
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 """Of one message."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter
+from fastapi.responses import Response
 from pydantic import Discriminator, Field, Tag
 
 from serving.front.api.answers.tools_schema import Tools
@@ -13,6 +14,7 @@ from serving.front.api.dependencies import Service
 from serving.front.api.errors import refusal
 from serving.front.api.fields import MAX_CALLS, adapter_of, check_token_ids, one_or_many, one_or_many_lists
 from serving.front.api.openai.chat_schema import Messages
+from serving.front.api.reply_json import reply_json
 from serving.front.api.shared_fields import TemplateKwargs
 from serving.front.api.strict_json import NotSupported, StrictBody, StrictJsonRoute
 from serving.wire.turns import ChatPrompt, TextPrompt
@@ -92,7 +94,7 @@ def routes() -> APIRouter:
     return router
 
 
-async def tokenize(body: TokenizeBody, service: Service) -> dict[str, Any]:
+async def tokenize(body: TokenizeBody, service: Service) -> Response:
     """For several texts, `tokens`, `count` and `token_strs` are lists with one entry for each text."""
     adapter_of(body.model, service.model)
     found = [
@@ -110,7 +112,9 @@ async def tokenize(body: TokenizeBody, service: Service) -> dict[str, Any]:
         "token_strs": [tokenized.token_strs for tokenized in found] if body.return_token_strs else None,
     }
     whole = {name: value if many or value is None else value[0] for name, value in reply.items()}
-    return whole | {"max_model_len": service.model.max_context_len}
+    # A text may have a million tokens: FastAPI would take six times as long to write them.
+    text = reply_json(whole | {"max_model_len": service.model.max_context_len})
+    return Response(text, media_type="application/json")
 
 
 async def detokenize(body: DetokenizeBody, service: Service) -> dict[str, Any]:

@@ -352,6 +352,18 @@ def test_absurdly_long_texts_are_refused_before_work() -> None:
         processor(max_context_len=10).encode_prompt(TextPrompt("dog " * 10_000))
 
 
+def test_a_text_of_very_many_tokens_is_refused_before_they_are_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A million emoji were four million tokens, whose list held the interpreter for 80 ms."""
+    text, prompt = processor(max_context_len=10), TextPrompt("🧭" * 20)
+    num_tokens = len(text.encode_prompt(prompt))
+    assert num_tokens > 11, "some are more than the context, since the last ones alone may be wanted"
+    monkeypatch.setattr("serving.text.text._MOST_TOKENS", 11)
+    with pytest.raises(ContextLengthExceeded, match=f"{num_tokens} tokens"):
+        text.encode_prompt(prompt)
+
+
 def test_a_long_text_does_not_hold_up_other_threads() -> None:
     text = processor(max_context_len=10_000_000)
     ticks: list[float] = []
