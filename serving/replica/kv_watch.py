@@ -17,8 +17,9 @@ logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 5.0
 MOST_TENANTS = 8
-NO_TENANT = "-"
-OTHER_TENANTS = "other"
+NO_TENANT = "no tenant"
+OTHER_TENANTS = "other tenants"
+"""Neither can be a tenant's name: these have no blanks."""
 
 
 class KVWatch:

@@ -35,8 +35,8 @@ LABELS = MappingProxyType(
         "pool": "`full`, and `window` if the model has sliding-window layers",
         "account": "`free`, `cached`, `protected`, `session`, `in_flight`, `leaked`",
         "tier": "`device`, `host`, `disk`; of demotions also `log`: the KV was dropped and has to be computed again",
-        "tenant": "`-` for callers without a tenant; with `metrics.tenant_names`, the eight tenants with the most KV "
-        "at the replica; `other` for all others",
+        "tenant": "`no tenant` for callers without one; with `metrics.tenant_names`, the eight tenants with the most "
+        "KV at the replica; `other tenants` for all others",
         "outcome": "of turns: see [below](#outcomes-of-turns); of conversations: `recognized` or `new`",
         "reason": "`stop`, `length`, `abort`, `error`",
         "kind": "of conversations: `unnamed` or `named` (a session whose client sends the whole conversation); "

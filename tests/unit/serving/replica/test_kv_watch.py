@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from engine.api import EngineStopped
 from serving.replica import engine_answers
 from serving.replica.kv_watch import MOST_TENANTS, by_tenant
+from serving.settings.strict_settings import is_name
 from tests.unit.serving.replica_rig import call, running_rig
 
 
@@ -21,15 +22,24 @@ def test_few_tenants_have_a_name() -> None:
     told = by_tenant(kv)
     assert told["t00", "device"] == 100
     assert told["t00", "host"] == 5, "a salt is no tenant of its own"
-    assert told["-", "disk"] == 1000
+    assert told["no tenant", "disk"] == 1000
     assert len({tenant for tenant, _ in told}) == MOST_TENANTS + 2
-    assert told["other", "device"] == sum(100 - number for number in range(8, 11))
+    assert told["other tenants", "device"] == sum(100 - number for number in range(8, 11))
     assert sum(told.values()) == sum(kv.values())
 
 
 def test_none_has_one_unless_the_operator_wants_it() -> None:
     kv = {("anna", "device"): 3, ("bert", "device"): 4, ("", "host"): 5}
-    assert by_tenant(kv, 0) == {("other", "device"): 7, ("-", "host"): 5}
+    assert by_tenant(kv, 0) == {("other tenants", "device"): 7, ("no tenant", "host"): 5}
+
+
+def test_a_tenant_may_have_any_name() -> None:
+    """One named `other` was counted with all others, and one named `-` with callers that have none."""
+    kv = {("other", "device"): 30, ("-", "device"): 20, ("", "device"): 4}
+    kv |= {(f"t{number}", "device"): 10 for number in range(MOST_TENANTS)}
+    told = by_tenant(kv)
+    assert (told["other", "device"], told["-", "device"]) == (30, 20)
+    assert not any(is_name(tenant) for tenant, _ in by_tenant({("a", "device"): 1, ("", "device"): 1}, 0))
 
 
 async def test_kv_is_its_tenants(tmp_path: Path) -> None:
@@ -38,7 +48,7 @@ async def test_kv_is_its_tenants(tmp_path: Path) -> None:
         await rig.run(call([1, 2, 3], "s"), epoch)
         await rig.run(replace(call([9] * 20), tenant="anna"))
         await rig.kv_watch.look()
-        assert rig.figure("kedge_tenant_kv_bytes", tenant="-", tier="device") > 0
+        assert rig.figure("kedge_tenant_kv_bytes", tenant="no tenant", tier="device") > 0
         assert rig.figure("kedge_tenant_kv_bytes", tenant="anna", tier="device") == 0, "it is in the tree"
 
 
