@@ -21,8 +21,9 @@ UNHEALTHY: dict[int | str, dict[str, Any]] = {
 
 def routes() -> APIRouter:
     router = APIRouter(route_class=StrictJsonRoute, tags=["operations"])
-    router.add_api_route("/health", health, methods=["GET"], responses=UNHEALTHY)
-    router.add_api_route("/ping", health, methods=["GET"], responses=UNHEALTHY)
+    for path in ("/health", "/ping"):
+        router.add_api_route(path, health, methods=["GET"], responses=UNHEALTHY)
+        router.add_api_route(path, health, methods=["HEAD"], include_in_schema=False)
     router.add_api_route("/ping", health, methods=["POST"], operation_id="ping", responses=UNHEALTHY)
     router.add_api_route("/version", version, methods=["GET"])
     router.add_api_route("/metrics", metrics, methods=["GET"], response_class=Response, responses=PLAIN_TEXT)

@@ -56,6 +56,13 @@ async def test_probes_scrapes_and_the_console_need_no_key(client: httpx.AsyncCli
         assert (await client.get(path, headers=KEY)).status_code != 401, path
 
 
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+async def test_a_probe_may_ask_for_the_head_alone(client: httpx.AsyncClient, path: str) -> None:
+    """As `wget --spider`, `curl -I` and some load balancers do. It was answered 405."""
+    reply = await client.head(path)
+    assert (reply.status_code, reply.content) == (200, b"")
+
+
 @pytest.mark.parametrize("headers", [{}, KEY])
 async def test_errors_have_their_protocols_shape(client: httpx.AsyncClient, headers: Any) -> None:
     """All of them had the shape of the session protocol."""
