@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,7 +53,7 @@ def serve(
     environ = dict(os.environ)  # what the user has set, before it is changed here and by Ray
     with one_line_errors("serve"):
         check_system(sys.platform)
-        expected, addresses = _checked(config, began_s, as_json=as_json)
+        expected, addresses, encrypted = _checked(config, began_s, as_json=as_json)
         executables = Path(sys.executable).parent
         # Before anything imports Ray, which reads it then.
         taken = {each.port for each in addresses}
@@ -62,15 +62,16 @@ def serve(
             # On a cluster that is there, this deployment may replace one that listens.
             for each in addresses:
                 each.check_free()
+            _check_log_keys(environ, encrypted=encrypted)
         _say_when_ready(expected)
         serve_main = _serve_main()
     arguments = ["run", *([] if address is None else ["--address", address]), str(config)]
     serve_main(arguments, prog_name="serve")
 
 
-def _checked(config: Path, began_s: float, *, as_json: bool) -> tuple[Expected, list[ListenAddress]]:
+def _checked(config: Path, began_s: float, *, as_json: bool) -> tuple[Expected, list[ListenAddress], bool]:
     """Checks the settings as `python -m serving.settings.config` does. Also returns where calls are to be taken, by Ray
-    Serve and for operators. Raises StartError."""
+    Serve and for operators, and whether a session log is encrypted. Raises StartError."""
     import yaml  # imported here, so that other commands start fast
 
     from serving.settings.config import check_applications
@@ -89,9 +90,24 @@ def _checked(config: Path, began_s: float, *, as_json: bool) -> tuple[Expected, 
     ingresses = [each.ingress for each in applications]
     listens = [("http_options.port", file.http_host, file.http_port)]
     listens += [("args.ingress.operator_port", each.operator_host, each.operator_port) for each in ingresses]
-    return expected, [
-        ListenAddress(setting, host, port) for setting, host, port in listens if port is not None
-    ]
+    return (
+        expected,
+        [ListenAddress(setting, host, port) for setting, host, port in listens if port is not None],
+        any(each.controller.encrypted for each in applications),
+    )
+
+
+def _check_log_keys(environ: Mapping[str, str], *, encrypted: bool) -> None:
+    """Checks the keys of the session log, which the controller of a cluster that is started here takes from this
+    environment: it would try to start again and again, and calls would wait for it. Raises StartError."""
+    from controllers.errors import StoreError
+    from controllers.session_log.log_cipher import LogCipher
+    from controllers.settings import LOG_KEYS
+
+    try:
+        LogCipher.parse(environ.get(LOG_KEYS, ""), encrypts=encrypted)
+    except StoreError as error:
+        raise StartError(str(error)) from error
 
 
 def _say_when_ready(expected: Expected) -> None:

@@ -162,6 +162,21 @@ def haproxy() -> None:
 
 
 @pytest.mark.usefixtures("haproxy")
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({}, "controller.encrypted: the environment variable KEDGE_LOG_KEYS"),
+        ({"KEDGE_LOG_KEYS": "short"}, "KEDGE_LOG_KEYS: each key must be 32 random bytes as base64"),
+    ],
+)
+def test_a_missing_or_bad_key_of_the_session_log_is_named(
+    kedge: Kedge, keys: dict[str, str], reason: str
+) -> None:
+    text = kedge.config.read_text().replace("controller:", "controller:\n        encrypted: true")
+    kedge.config.write_text(text)
+    assert reason in refused(kedge.serve(**keys))
+
+
 def test_haproxy_is_set_up(usual: tuple[Kedge, Started]) -> None:
     """HAProxy is the default, so that the fastest way needs no flag."""
     kedge, started = usual
