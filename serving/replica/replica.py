@@ -31,6 +31,7 @@ from serving.replica.mailbox import Mailbox
 from serving.replica.parts import ReplicaParts
 from serving.settings.config import AppArgs
 from serving.settings.model_args import ModelArgs
+from serving.text.chat_template import TemplateRefused
 from serving.text.text import TextProcessor
 from serving.trace.opening import open_spans
 from serving.wire.calls import AnyCall, RunTurn, answer_of
@@ -151,7 +152,7 @@ class LLMReplica:
         await self._parts.heartbeats.farewell()
 
     async def _start(self) -> None:
-        await asyncio.to_thread(_warm, self._text)
+        await asyncio.to_thread(_warm, self._text, self._args.model.model_id)
         self._environment.settle()
         self._engine.start()
         serve_logger.info("replica %s: %s", self._environment.replica_id, execution_line(self._engine))
@@ -216,9 +217,12 @@ def _served_model(text: TextProcessor, engine: Engine) -> ServedModel:
     return ServedModel(text.fingerprint(None if weights is None else str(weights)), engine.vocab_size)
 
 
-def _warm(text: TextProcessor) -> None:
-    """Compiles the chat template now rather than at the first request."""
+def _warm(text: TextProcessor, model_id: str) -> None:
+    """Compiles the chat template now rather than at the first request. One that fails is told, not refused: the model
+    may be used without chats, and some templates want more than a plain question."""
     try:
         text.encode_prompt(ChatPrompt(({"role": "user", "content": "hello"},)))
+    except TemplateRefused as error:
+        serve_logger.warning("model %s: a chat of one question fails: %s", model_id, error.message)
     except InvalidRequest as error:
-        logger.info("no chat: %s", error.message)
+        serve_logger.info("model %s: no chat: %s", model_id, error.message)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +18,12 @@ from engine.settings import CacheSettings, EngineSettings, ModelSettings, Schedu
 from serving.replica.environment import ReplicaEnvironment
 from serving.replica.replica import LLMReplica
 from serving.settings.config import AppArgs, parse_args
+from serving.text.text import TextProcessor
 from tests.unit.engine.null_runner import EOS_TOKEN_ID, NullRunner
-from tests.unit.serving.replica_rig import OFF, VOCAB_SIZE
+from tests.unit.serving.replica_rig import OFF, VOCAB_SIZE, local_controller
+from tests.unit.serving.small_tokenizer import byte_level_tokenizer
 
-ARGS = parse_args({"model": {"path": "a-model"}})
+ARGS = parse_args({"model": {"path": "a-model", "generation_config": "off"}})
 
 
 class Engines(list[Engine]):
@@ -111,3 +115,54 @@ async def test_a_replica_that_is_in_no_cluster(
         await start_and_end(engines, make_environment, monkeypatch)
     assert not engines[0].alive
     assert not caplog.records
+
+
+class Broken(Exception):
+    """Ends a start behind the chat template's first use."""
+
+
+@pytest.mark.parametrize(
+    ("template", "level", "said"),
+    [
+        ("{% for message in messages %}{{ message.content }", "WARNING", "unexpected '}'"),
+        ("{{ raise_exception('only translations') }}", "WARNING", "only translations"),
+        (None, "INFO", "no chat template; use /v1/completions"),
+    ],
+)
+async def test_a_start_tells_of_a_chat_template_that_fails(
+    template: str | None,
+    level: str,
+    said: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first chat of a user told it: the start wrote its line where nobody sees it."""
+    controller: Any = local_controller(tmp_path)
+    listener: Any = Listener()
+
+    def load_text(_settings: ModelSettings, _engine: Engine) -> TextProcessor:
+        return TextProcessor(byte_level_tokenizer(template), vocab_size=VOCAB_SIZE, max_context_len=64)
+
+    def settle() -> None:
+        raise Broken
+
+    async def make_environment(_args: AppArgs) -> ReplicaEnvironment:
+        return ReplicaEnvironment(
+            "replica-a",
+            controller,
+            listener,
+            publish_gauges=lambda _stats: None,
+            load_text=load_text,
+            clock=time.monotonic,
+            unix_clock=time.time,
+            settle=settle,
+        )
+
+    with caplog.at_level("INFO", "ray.serve"), pytest.raises(Broken):
+        await start_and_end(Engines(), make_environment, monkeypatch)
+    gc.collect()  # the replica, which has got far enough to be in cycles, while it has no `__del__`
+    (record,) = [each for each in caplog.records if each.name == "ray.serve"]
+    assert record.levelname == level
+    assert record.getMessage().startswith("model a-model: ")
+    assert said in record.getMessage()
