@@ -93,12 +93,13 @@ def commands(paths: dict[str, Path], proxy: str) -> dict[str, list[str]]:
 
 def environment(folder: Path, proxy: str) -> dict[str, str]:
     from serving.cli.start.environment import Proxy, serve_environment
+    from serving.cli.start.port_claims import PortClaims
 
     inherited = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    return serve_environment(inherited, Path(sys.executable).parent, Proxy(proxy))
+    return serve_environment(inherited, Path(sys.executable).parent, Proxy(proxy), PortClaims())
 
 
 def measure(command: list[str], env: dict[str, str], path: str) -> dict[str, float]:

@@ -17,6 +17,7 @@ from serving.cli.start.environment import Proxy, default_proxy, serve_environmen
 from serving.cli.start.errors import StartError
 from serving.cli.start.listen_address import ListenAddress
 from serving.cli.start.operating_system import check_system
+from serving.cli.start.port_claims import PortClaims
 from serving.cli.start.ray_cluster import check_cluster
 from serving.cli.start.readiness import Expected, answers_already, expected_of, say_when_ready
 
@@ -51,17 +52,19 @@ def serve(
     """
     began_s = time.monotonic()
     environ = dict(os.environ)  # what the user has set, before it is changed here and by Ray
+    claims = PortClaims()  # held as long as `serve run` runs
     with one_line_errors("serve"):
         check_system(sys.platform)
         expected, addresses, encrypted = _checked(config, began_s, as_json=as_json)
         executables = Path(sys.executable).parent
         # Before anything imports Ray, which reads it then.
         taken = {each.port for each in addresses}
-        os.environ.update(serve_environment(environ, executables, proxy or default_proxy(environ), taken))
+        chosen = proxy or default_proxy(environ)
+        os.environ.update(serve_environment(environ, executables, chosen, claims, taken))
         if not check_cluster(address, environ, allow_open=allow_no_token):
             # On a cluster that is there, this deployment may replace one that listens.
             for each in addresses:
-                each.check_free()
+                each.check_free(claims)
             _check_log_keys(environ, encrypted=encrypted)
         _say_when_ready(expected)
         serve_main = _serve_main()

@@ -11,6 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from serving.cli.start.errors import StartError
+from serving.cli.start.port_claims import PortClaims
 
 ENABLE_HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 PORTS = {
@@ -45,11 +46,15 @@ def default_proxy(environ: Mapping[str, str]) -> Proxy:
 
 
 def serve_environment(
-    environ: Mapping[str, str], executables: Path, proxy: Proxy, taken: Collection[int] = ()
+    environ: Mapping[str, str],
+    executables: Path,
+    proxy: Proxy,
+    claims: PortClaims,
+    taken: Collection[int] = (),
 ) -> dict[str, str]:
     """The environment of `serve run`: `environ` with what Kedge needs, and with the folder `executables` first on PATH.
-    HAProxy gets none of the ports `taken`, at which others are going to listen. A variable of Ray Serve's that is
-    already set is kept. Raises StartError, also if it sets one of those ports."""
+    HAProxy gets none of the ports `taken`, at which others are going to listen, and claims those that it gets. A
+    variable of Ray Serve's that is already set is kept. Raises StartError, also if it sets one of those ports."""
     paths = [str(executables), *filter(None, [environ.get("PATH")])]
     wanted = {
         # Ray's sticky sessions use the header of this name, so it must not be Kedge's.
@@ -64,7 +69,7 @@ def serve_environment(
             "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(LEAVING_S),
         }
-        wanted |= _ports(environ, taken)
+        wanted |= _ports(environ, claims, taken)
         wanted |= _files(own_folder(TEMPORARY))
     return wanted | dict(environ) | chosen
 
@@ -94,7 +99,7 @@ def own_folder(parent: Path) -> Path:
     return folder
 
 
-def _ports(environ: Mapping[str, str], taken: Collection[int]) -> dict[str, str]:
+def _ports(environ: Mapping[str, str], claims: PortClaims, taken: Collection[int]) -> dict[str, str]:
     """Ports for those of PORTS that `environ` does not set. All are different. Raises StartError if one that it sets is
     another's: both would listen there, and each would have some of the calls."""
     users = dict.fromkeys(map(str, taken), "the configuration file")
@@ -104,12 +109,13 @@ def _ports(environ: Mapping[str, str], taken: Collection[int]) -> dict[str, str]
         if (user := users.setdefault(port, name)) != name:
             raise StartError(f"{name} is {port}, which is also a port of {user}")
     used = {int(port) for port in users if port.isdecimal()}
-    return {name: str(_free_port(port, used)) for name, port in PORTS.items() if name not in environ}
+    return {name: str(_free_port(port, claims, used)) for name, port in PORTS.items() if name not in environ}
 
 
-def _free_port(wanted: int, taken: Collection[int]) -> int:
-    """The first port from `wanted` on that is not `taken` and where nobody listens. The system is not asked for a free
-    port: it also uses those for outgoing connections, and a proxy listens only seconds later. Raises StartError."""
+def _free_port(wanted: int, claims: PortClaims, taken: Collection[int]) -> int:
+    """Claims the first port from `wanted` on that is not `taken` and where nobody listens or is going to. The system is
+    not asked for a free port: it also uses those for outgoing connections, and a proxy listens only seconds later.
+    Raises StartError."""
     for port in range(wanted, wanted + PORTS_TO_TRY):
         if port in taken:
             continue
@@ -119,6 +125,7 @@ def _free_port(wanted: int, taken: Collection[int]) -> int:
                 probe.bind(("", port))
             except OSError:
                 continue
+        if claims.claim(port):
             return port
     raise StartError(
         f"none of the ports {wanted} to {wanted + PORTS_TO_TRY - 1} is free, and one of them is needed"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from serving.cli.main import app
 from serving.cli.start import environment
 from serving.cli.start.environment import PORTS, Proxy, default_proxy
 from serving.cli.start.errors import StartError
+from serving.cli.start.listen_address import ListenAddress
+from serving.cli.start.port_claims import PortClaims
 from serving.front.ray_headers import IMPORT_PATH
 
 CONFIG = Path(__file__).parents[4] / "configs" / "cluster.yaml"
@@ -207,9 +210,11 @@ def test_rays_own_proxy_can_be_chosen(kedge: Kedge) -> None:
     assert "RAY_SERVE_HAPROXY_BINARY_PATH" not in started.environment
 
 
-def with_haproxy(directory: Path, taken: Collection[int] = (), **variables: str) -> dict[str, str]:
+def with_haproxy(
+    directory: Path, taken: Collection[int] = (), claims: PortClaims | None = None, **variables: str
+) -> dict[str, str]:
     """The environment of a `serve run` with HAProxy."""
-    return environment.serve_environment(variables, directory, Proxy.HAPROXY, taken)
+    return environment.serve_environment(variables, directory, Proxy.HAPROXY, claims or PortClaims(), taken)
 
 
 def test_a_port_that_is_taken_is_not_haproxys(tmp_path: Path) -> None:
@@ -217,20 +222,43 @@ def test_a_port_that_is_taken_is_not_haproxys(tmp_path: Path) -> None:
     process's connection could have the port by the time that the proxy started."""
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        assert port < environment._free_port(port, ()) < port + environment.PORTS_TO_TRY
+        assert port < environment._free_port(port, PortClaims(), ()) < port + environment.PORTS_TO_TRY
     chosen = with_haproxy(tmp_path, RAY_SERVE_HAPROXY_STATS_PORT="8444")
     assert chosen["RAY_SERVE_HAPROXY_STATS_PORT"] == "8444"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has HAProxy")
+def test_starts_at_the_same_time_have_ports_of_their_own(tmp_path: Path) -> None:
+    """Nobody listens yet when the second one looks. HAProxy shares a port with another, and each had some of the
+    calls."""
+    first, second = PortClaims(), PortClaims()
+    chosen, others = (with_haproxy(tmp_path, claims=claims) for claims in (first, second))
+    assert not {chosen[name] for name in PORTS} & {others[name] for name in PORTS}
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = ListenAddress("http_options.port", *probe.getsockname())
+    address.check_free(first)
+    with pytest.raises(
+        StartError, match=r"^http_options\.port: another kedge, which may only be starting, has 127"
+    ):
+        address.check_free(second)
+    del first
+    address.check_free(second)
 
 
 @pytest.mark.usefixtures("haproxy")
 def test_haproxy_gets_none_of_the_files_ports(kedge: Kedge, tmp_path: Path) -> None:
     """Nobody listens at them yet. HAProxy and the operators' port then shared one, and each had some of the calls."""
     config = tmp_path / "cluster.yaml"
-    text = CONFIG.read_text().replace("port: 8000", "port: 8500")
-    config.write_text(text.replace("        count: 1\n", "        count: 1\n        operator_port: 8404\n"))
+    probe = PortClaims()  # those that HAProxy would get: another kedge may have the defaults
+    own, operators = (environment._free_port(port, probe, ()) for port in (8500, 8404))
+    del probe
+    text = CONFIG.read_text().replace("port: 8000", f"port: {own}")
+    config.write_text(
+        text.replace("        count: 1\n", f"        count: 1\n        operator_port: {operators}\n")
+    )
     started = kedge.serve(config=config)
     found = {name: int(started.environment[name]) for name in PORTS}
-    assert not {8500, 8404} & set(found.values()), found
+    assert not {own, operators} & set(found.values()), found
     for name, port in found.items():
         assert PORTS[name] <= port < PORTS[name] + environment.PORTS_TO_TRY
 
@@ -249,7 +277,9 @@ def test_a_port_that_is_set_by_hand_is_nobody_elses(kedge: Kedge, tmp_path: Path
         with_haproxy(tmp_path, RAY_SERVE_HAPROXY_METRICS_PORT="9300", RAY_SERVE_HAPROXY_STATS_PORT="9300")
     chosen = with_haproxy(tmp_path, RAY_SERVE_HAPROXY_STATS_PORT="8500")
     assert int(chosen["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"]) > 8500
-    environment.serve_environment({"RAY_SERVE_HAPROXY_STATS_PORT": "8000"}, tmp_path, Proxy.RAY, {8000})
+    environment.serve_environment(
+        {"RAY_SERVE_HAPROXY_STATS_PORT": "8000"}, tmp_path, Proxy.RAY, PortClaims(), {8000}
+    )
 
 
 def test_haproxys_files_are_not_put_where_others_write(tmp_path: Path) -> None:
