@@ -49,5 +49,5 @@ app.command()(bench)
 
 
 def main() -> None:
-    """Entry point of the installed command."""
+    """Runs the command line."""
     app()
