@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -64,7 +66,7 @@ def bench(
     ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of the full length.")] = True,
     timeout: SilenceTimeout = 120.0,
     keep_alive: KeepAlive = True,
-    server_pid: Annotated[list[int] | None, typer.Option(help=SERVER_PID_HELP)] = None,
+    server_pid: Annotated[list[int] | None, typer.Option(min=1, help=SERVER_PID_HELP)] = None,
     max_burst_share: MaxBurstShare = LIMITS.burst_share,
     max_other_cores: MaxOtherCores = LIMITS.other_cores,
     allow_failed_turns: AllowFailedTurns = False,
@@ -114,6 +116,17 @@ def _check_writable(path: Path | None) -> None:
         raise LoadError(f"--json: {path} cannot be written: {error.strerror}") from error
 
 
+def _check_processes(pids: Sequence[int]) -> None:
+    """The CPU use of a server that is not found would count as others', which rejects the run."""
+    for pid in pids:
+        try:
+            os.kill(pid, 0)
+        except PermissionError:
+            continue  # another user's
+        except (ProcessLookupError, OverflowError) as error:
+            raise LoadError(f"--server-pid: there is no process {pid}") from error
+
+
 def _ask_model(url: str, api_key: str | None) -> str:
     with server_at(url, api_key, timeout=10.0) as client:
         return first_model(client)
@@ -127,6 +140,7 @@ def _run(
         LoadRun,  # here, because importing aiohttp would slow the other commands
     )
 
+    _check_processes(server_pid or ())
     server_pids = tuple(server_pid or find_server_pids(settings.url, api_key))
     columns = (
         TextColumn("{task.description}"),

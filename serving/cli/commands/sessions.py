@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from serving.cli.client.server import server_at
+from serving.cli.client.server import ServerError, server_at
 from serving.cli.client.sessions import (
     all_sessions,
     close_session,
@@ -119,7 +119,12 @@ def close(
     try:
         with one_line_errors("sessions close"), _server(context, url, api_key, tenant) as client:
             for session_id in session_ids:
-                close_session(client, session_id)
+                try:
+                    close_session(client, session_id)
+                except ServerError as error:
+                    if error.status is None:
+                        raise
+                    raise ServerError(f"{error} ({session_id})", error.status) from error
                 closed.append(session_id)
     finally:
         _print(context, as_json, {"closed": closed}, [f"{each}: closed" for each in closed])

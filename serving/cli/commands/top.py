@@ -37,16 +37,16 @@ def top(
 ) -> None:
     """Watch a cluster: replicas and their KV pages, load, sessions, and events. Ctrl-C ends it.
 
-    Only for operators. If the output is not a terminal, one picture is printed, as with --once. With --json, each event
-    of the stream is a line of JSON, with its name under "event"; with --json --once, only the state is printed. If the
-    server goes away, kedge waits for it; with --json it ends with exit status 1, as it does if there was no server at
-    the start.
+    Only for operators. If the output is no terminal, or a dumb one, one picture is printed, as with --once. With
+    --json, each event of the stream is a line of JSON, with its name under "event"; with --json --once, only the state
+    is printed. If the server goes away, kedge waits for it; with --json it ends with exit status 1, as it does if there
+    was no server at the start.
     """
     try:
         with one_line_errors("top"), server_at(url, api_key, timeout=TIMEOUT_S) as client:
             if as_json:
                 _print_events(client, interval, once=once)
-            elif once or not sys.stdout.isatty():
+            elif once or not sys.stdout.isatty() or Console().is_dumb_terminal:
                 _print_once(client, url, interval)
             else:
                 _show(client, url, interval)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from typer.testing import CliRunner
@@ -116,6 +117,14 @@ def test_json_holds_settings_machine_limits_and_one_row_per_turn(tmp_path):
         (s, t) for s in range(3) for t in range(1, 7)
     }
     assert all(row["ttft_s"] > 0 and row["output_tokens"] == 4 for row in out["turns"])
+
+
+def test_a_server_s_process_that_is_not_there_is_told_before_the_measurement():
+    """Its CPU use was 0, and that of the server counted as other processes'."""
+    with running(Stub()) as stub:
+        result = bench(stub, "--server-pid", str(os.getpid()), "--server-pid", str(2**40))
+    assert (result.exit_code, stub.bodies) == (1, [])
+    assert result.stderr == f"kedge bench: --server-pid: there is no process {2**40}\n"
 
 
 @pytest.mark.parametrize("where", ["absent/out.json", "."])

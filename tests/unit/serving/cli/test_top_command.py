@@ -127,16 +127,7 @@ def test_other_intervals_are_refused(interval: str) -> None:
 def test_live_it_connects_again_and_ends_at_ctrl_c() -> None:
     """In a terminal of its own, `kedge top` draws, loses the server's stream, draws the next stream and ends."""
     with watched_server(BEGIN, [NEXT], refusal=503) as server:
-        ours, its = pty.openpty()
-        process = subprocess.Popen(
-            [sys.executable, "-c", "from serving.cli.main import main; main()", "top", "--url", server.url],
-            stdin=its,
-            stdout=its,
-            stderr=its,
-            env=os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "30"},
-            start_new_session=True,
-        )
-        os.close(its)
+        process, ours = _in_a_terminal(server.url, "xterm")
         try:
             seen = _until(ours, "503")
         finally:
@@ -147,6 +138,33 @@ def test_live_it_connects_again_and_ends_at_ctrl_c() -> None:
     assert "anna" in seen
     assert "trying again" in seen
     assert "9 sessions" in seen
+
+
+def test_a_terminal_that_cannot_be_redrawn_gets_one_picture() -> None:
+    """It got nothing at all, for as long as one waited."""
+    with watched_server([*BEGIN, NEXT]) as server:
+        process, ours = _in_a_terminal(server.url, "dumb")
+        try:
+            assert "9 sessions" in _until(ours, "9 sessions")
+            assert process.wait(WAIT_S) == 0
+        finally:
+            process.kill()
+            os.close(ours)
+
+
+def _in_a_terminal(url: str, kind: str) -> tuple[subprocess.Popen[bytes], int]:
+    """`kedge top` in a terminal of its own, and where what it writes is read."""
+    ours, its = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from serving.cli.main import main; main()", "top", "--url", url],
+        stdin=its,
+        stdout=its,
+        stderr=its,
+        env=os.environ | {"TERM": kind, "COLUMNS": "120", "LINES": "30"},
+        start_new_session=True,
+    )
+    os.close(its)
+    return process, ours
 
 
 def _until(terminal: int, word: str) -> str:
