@@ -87,6 +87,14 @@ class CacheArgs(StrictModel):
             raise ValueError("give a size_mib or num_pages, not both")
         return size_mib
 
+    @field_validator("memory_share")
+    @classmethod
+    def _of_a_pool_without_size(cls, share: float, info: ValidationInfo) -> float:
+        sizes = [name for name in ("num_pages", "size_mib") if info.data.get(name) is not None]
+        if sizes and not cls.is_default(info.field_name, share):
+            raise ValueError(f"is what a pool without a size may take, and there is {sizes[0]}")
+        return share
+
     @field_validator("host_share")
     @classmethod
     def _in_place_of_a_size(cls, host_share: float | None, info: ValidationInfo) -> float | None:

@@ -73,6 +73,8 @@ class AppArgs(StrictModel):
     def _room_for_ranks(cls, replicas: ReplicaArgs, info: ValidationInfo) -> ReplicaArgs:
         """A rank is a process of its own, and on GPUs each needs one."""
         execution, model = info.data.get("execution"), info.data.get("model")
+        if model is not None and model.device == "cpu" and replicas.num_gpus:
+            raise ValueError(f"num_gpus {replicas.num_gpus:g} reserves what model.device 'cpu' does not use")
         if execution is None or model is None or execution.tensor_parallel == 1:
             return replicas
         if model.device == "cuda" and replicas.num_gpus != 1:

@@ -11,7 +11,7 @@ from controllers.session_log.redis_url import check_redis_url
 from controllers.settings import REDIS_PASSWORD, LogSettings, RedisLogSettings, SqliteLogSettings
 from controllers.shards import shard_name
 from serving.settings.settings_paths import state_path
-from serving.settings.strict_settings import Interval, NotEmpty, PositiveInt, Seconds, StrictModel
+from serving.settings.strict_settings import Interval, NotEmpty, PositiveInt, Seconds, StrictModel, matching
 
 WAIT_MS = 300
 MOST_WAIT_MS = 900
@@ -21,6 +21,14 @@ STATE_DIR = "controller.state_dir"
 
 HEARTBEATS_PER_TIMEOUT = 3
 """One that is late, or lost, does not make a replica dead."""
+
+
+RedisUrl = Annotated[
+    str,
+    matching(
+        r"(redis|rediss|unix|redis\+sentinel)://.+", "redis://…, rediss://…, unix:///… or redis+sentinel://…"
+    ),
+]
 
 
 class ControllerArgs(StrictModel):
@@ -41,7 +49,7 @@ class ControllerArgs(StrictModel):
         description="""Flush the disk before a commit counts: commits survive a loss of power. It costs
         one flush for each group of turns that are committed together. Not for a log in Redis.""",
     )
-    redis_url: Annotated[str, Field(pattern=r"^(redis|rediss|unix|redis\+sentinel)://.")] | None = Field(
+    redis_url: RedisUrl | None = Field(
         default=None,
         description="""The session log is [in Redis](operations/redis.md) instead:
         `redis://host:port/db`, `rediss://…`, `unix:///path` or, behind Sentinel,
@@ -111,7 +119,7 @@ class ControllerArgs(StrictModel):
     @field_validator("redis_wait_ms")
     @classmethod
     def _for_replicas(cls, wait_ms: int, info: ValidationInfo) -> int:
-        if wait_ms != WAIT_MS and info.data.get("redis_wait_replicas") == 0:
+        if not cls.is_default(info.field_name, wait_ms) and info.data.get("redis_wait_replicas") == 0:
             raise ValueError("is how long redis_wait_replicas may take, and there are none to wait for")
         return wait_ms
 

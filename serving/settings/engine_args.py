@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
@@ -77,6 +77,13 @@ class SpeculationArgs(StrictModel):
         description="""For `draft`: the cost of a pass of the draft model, as a share of a step of one
         token. Unless set, a replica measures it as well.""",
     )
+
+    @field_validator("max_draft_tokens", "ngram_size", "row_cost", "draft_cost")
+    @classmethod
+    def _of_a_method(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.data.get("method") == "off" and not cls.is_default(info.field_name, value):
+            raise ValueError("is for speculation, and method is 'off'")
+        return value
 
     @field_validator("draft_model")
     @classmethod

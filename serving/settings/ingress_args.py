@@ -7,14 +7,25 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from serving.settings.settings_paths import resolve_path
-from serving.settings.strict_settings import Interval, NotEmpty, PositiveInt, Seconds, StrictModel
+from serving.settings.strict_settings import Interval, NotEmpty, PositiveInt, Seconds, StrictModel, matching
 
 MIB = 1024 * 1024
 
-HostName = Annotated[str, Field(pattern=r"^(\*\.)?[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
-"""A name without a port, in lower case; `*.example.com` is all below that one."""
-Origin = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^/\s*]+$")]
-"""As browsers send it: scheme, host, and port if it is not the scheme's own."""
+HostName = Annotated[
+    str,
+    matching(
+        r"(\*\.)?[a-z0-9]([a-z0-9.-]*[a-z0-9])?",
+        "a name in lower case and without a port, or *.example.com for all names below that one,",
+    ),
+]
+Origin = Annotated[
+    str,
+    matching(
+        r"[a-z][a-z0-9+.-]*://[^/\s*]+",
+        "a site as browsers name it, such as https://pages.example, without a path,",
+    ),
+]
+"""Scheme, host, and port if it is not the scheme's own."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -107,7 +118,7 @@ class IngressArgs(StrictModel):
     @field_validator("operator_host")
     @classmethod
     def _of_the_operators_port(cls, host: str, info: ValidationInfo) -> str:
-        if host != LOOPBACK and info.data.get("operator_port", 0) is None:
+        if not cls.is_default(info.field_name, host) and info.data.get("operator_port", 0) is None:
             raise ValueError("is where operator_port listens, and there is no operator_port")
         return host
 

@@ -28,7 +28,7 @@ class ModelArgs(StrictModel):
     path: NotEmpty = Field(
         description="A local Hugging Face directory, or a hub id. A relative path starts at the repository.",
     )
-    name: str | None = Field(
+    name: NotEmpty | None = Field(
         default=None,
         description="The model's id in the APIs. Unless set, it is the last part of `path`.",
     )
@@ -100,6 +100,15 @@ class ModelArgs(StrictModel):
         elif not _HUB_ID.fullmatch(path):
             raise ValueError(f"there is no directory {path!r}")
         return path
+
+    @field_validator("seed")
+    @classmethod
+    def _of_random_weights(cls, seed: int, info: ValidationInfo) -> int:
+        if seed and info.data.get("load_format") == "auto":
+            raise ValueError(
+                "is of the random weights of load_format 'dummy'; requests have a seed of their own"
+            )
+        return seed
 
     @field_validator("revision")
     @classmethod

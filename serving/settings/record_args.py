@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from serving.settings.strict_settings import Interval, NotEmpty, StrictModel
+from serving.settings.strict_settings import Interval, NotEmpty, StrictModel, matching, yaml_off
 
 EXPORTER = "opentelemetry.exporter.otlp.proto.http"
 """Comes with the extra `tracing`."""
@@ -17,7 +17,7 @@ EXPORTER = "opentelemetry.exporter.otlp.proto.http"
 class TracingArgs(StrictModel):
     """Spans of turns ([traces](operations/traces-and-logs.md#traces))."""
 
-    endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+")] | None = Field(
+    endpoint: Annotated[str, matching(r"https?://[^/\s]+.*", "http://… or https://…")] | None = Field(
         default=None,
         description="""Where spans are sent: a collector that speaks OTLP over HTTP, such as
         `http://collector:4318`. Unless set, no spans are made.""",
@@ -35,6 +35,13 @@ class TracingArgs(StrictModel):
         default=False,
         description="Spans contain prompts and answers too. Needs `endpoint`.",
     )
+
+    @field_validator("sample_ratio", "service_name")
+    @classmethod
+    def _of_spans(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.data.get("endpoint", "") is None and not cls.is_default(info.field_name, value):
+            raise ValueError("is about spans, and without an endpoint none are made")
+        return value
 
     @field_validator("endpoint")
     @classmethod
@@ -77,7 +84,7 @@ class LogsArgs(StrictModel):
         default="INFO",
         description="The lowest level that is logged.",
     )
-    access: Literal["off", "errors", "all"] = Field(
+    access: Annotated[Literal["off", "errors", "all"], BeforeValidator(yaml_off)] = Field(
         default="off",
         description="`all` logs a line for each request, `errors` for those that end in a 5xx.",
     )

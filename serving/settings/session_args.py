@@ -7,9 +7,14 @@ from typing import Annotated
 from pydantic import Field, ValidationInfo, field_validator
 
 from controllers.settings import RebalancingSettings
-from serving.settings.strict_settings import Interval, PositiveInt, Seconds, StrictModel
+from serving.settings.strict_settings import Interval, PositiveInt, Seconds, StrictModel, matching
 
 REBALANCING = RebalancingSettings()
+
+
+CookieName = Annotated[
+    str, matching(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}", "a cookie's name of at most 64 characters")
+]
 
 
 class AffinityArgs(StrictModel):
@@ -21,7 +26,7 @@ class AffinityArgs(StrictModel):
         one replica as long as its load allows it, as those with the same `prompt_cache_key` do. Not for
         programs that send one name for all their traffic.""",
     )
-    cookie: Annotated[str, Field(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}$")] | None = Field(
+    cookie: CookieName | None = Field(
         default=None,
         description="""The same for requests whose cookie of this name has the same value. Take one
         that has another value in each browser, and keeps it during a conversation. Cookies of load
@@ -54,6 +59,13 @@ class UnnamedSessionArgs(StrictModel):
         for such programs.""",
     )
     affinity: AffinityArgs = AffinityArgs()
+
+    @field_validator("idle_timeout_s")
+    @classmethod
+    def _of_what_is_recognized(cls, timeout_s: float, info: ValidationInfo) -> float:
+        if info.data.get("enabled") is False and not cls.is_default(info.field_name, timeout_s):
+            raise ValueError("is of conversations that are recognized, and enabled is false")
+        return timeout_s
 
     @field_validator("durable")
     @classmethod
@@ -135,7 +147,7 @@ class RebalancingArgs(StrictModel):
     @field_validator("min_gap")
     @classmethod
     def _of_rebalancing(cls, min_gap: float, info: ValidationInfo) -> float:
-        if min_gap != REBALANCING.min_gap and not info.data.get("enabled", True):
+        if not cls.is_default(info.field_name, min_gap) and not info.data.get("enabled", True):
             raise ValueError("is for sessions that leave a busy replica, and enabled is false")
         return min_gap
 

@@ -3,6 +3,8 @@ listens."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,25 +35,12 @@ class _Loader(yaml.SafeLoader):
 
 @dataclass(frozen=True, slots=True)
 class ServeFile:
-    """The `args` of every application in a file, the first one's `route_prefix`, and `http_options`, all unchecked."""
+    """The `args` of every application in a file, unchecked, the first one's `route_prefix`, and where it listens."""
 
     args: list[Any]
-    route_prefix: Any
-    http_options: Any
-
-    @property
-    def http_host(self) -> str:
-        return str(self._options.get("host") or EVERYWHERE)
-
-    @property
-    def http_port(self) -> int | None:
-        """None if it is no number."""
-        port = str(self._options.get("port", HTTP_PORT))
-        return int(port) if port.isdecimal() else None
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return self.http_options if isinstance(self.http_options, dict) else {}
+    route_prefix: str
+    http_host: str
+    http_port: int
 
 
 def read_file(path: str) -> ServeFile:
@@ -66,8 +55,32 @@ def read_file(path: str) -> ServeFile:
         raise SettingsError("'applications' is missing: a list with one application at least")
     if not all(isinstance(application, dict) for application in applications):
         raise SettingsError("'applications' has an entry that is no mapping of keys to values")
+    _refuse_near(document, ["http_options"], "", cutoff=0.8)
+    host, port = _listens(document.get("http_options") or {})
     return ServeFile(
         args=[application.get("args") or {} for application in applications],
-        route_prefix=applications[0].get("route_prefix") or "/",
-        http_options=document.get("http_options") or {},
+        route_prefix=str(applications[0].get("route_prefix") or "/"),
+        http_host=host,
+        http_port=port,
     )
+
+
+def _listens(options: Any) -> tuple[str, int]:
+    if not isinstance(options, dict):
+        raise SettingsError(f"http_options: a mapping was expected, not {options!r}")
+    _refuse_near(options, ["host", "port"], "http_options: ", cutoff=0.6)
+    host, port = options.get("host") or EVERYWHERE, options.get("port", HTTP_PORT)
+    if not isinstance(host, str):
+        raise SettingsError(f"http_options.host: an address was expected, not {host!r}")
+    if type(port) is not int or not 0 <= port <= 65535:
+        raise SettingsError(f"http_options.port: a number from 0 to 65535 was expected, not {port!r}")
+    return host, port
+
+
+def _refuse_near(mapping: Mapping[Any, Any], names: Sequence[str], where: str, *, cutoff: float) -> None:
+    """Ray Serve takes keys that it does not know, and without a host it listens on every interface. No other key of its
+    own is as near to the `names` as `cutoff`. Raises SettingsError."""
+    for key in mapping:
+        near = difflib.get_close_matches(str(key), names, n=1, cutoff=cutoff)
+        if near and key not in names:
+            raise SettingsError(f"{where}unknown key {key!r}; did you mean {near[0]!r}?")

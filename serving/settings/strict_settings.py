@@ -6,7 +6,7 @@ import difflib
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -25,9 +25,35 @@ def yaml_off(value: Any) -> Any:
     return "off" if value is False else value
 
 
+def matching(pattern: str, expected: str) -> AfterValidator:
+    """For text that all of `pattern` matches. The error says in words what was `expected`, and nothing of the text: it
+    may have a password."""
+
+    def check(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise ValueError(f"{expected} was expected")
+        return text
+
+    return AfterValidator(check)
+
+
 def is_name(text: str) -> bool:
     """Whether a client may give this name: what `Name` says, for text that no model checks."""
     return len(text) <= MAX_NAME_CHARS and re.fullmatch(NAME_PATTERN, text) is not None
+
+
+_IN_WORDS = {
+    "model_type": "a mapping of keys to values",
+    "dict_type": "a mapping of keys to values",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+}
+MAX_SHOWN_CHARS = 40
 
 
 class SettingsError(ValueError):
@@ -40,6 +66,11 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    @classmethod
+    def is_default(cls, name: str | None, value: Any) -> bool:
+        """Whether the field has what it has unless it is set: a file may write that out."""
+        return name is not None and bool(value == cls.model_fields[name].default)
 
     @model_validator(mode="before")
     @classmethod
@@ -61,7 +92,11 @@ def faults(error: ValidationError, root: str) -> list[str]:
 
 
 def _reason(error: Any) -> str:
-    """pydantic puts "Value error, " before what a validator of ours has to say."""
-    if error["type"] == "string_pattern_mismatch" and error["ctx"]["pattern"] == NAME_PATTERN:
+    """pydantic puts "Value error, " before what a validator of ours has to say. Of a value that is no number, its type
+    alone does not tell what YAML has read."""
+    kind, found = error["type"], error["input"]
+    if kind == "string_pattern_mismatch" and error["ctx"]["pattern"] == NAME_PATTERN:
         return "use 1 to 256 visible ASCII characters, no spaces"
-    return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"])
+    if kind in _IN_WORDS:
+        return f"{_IN_WORDS[kind]} was expected, not {'nothing' if found is None else repr(found)[:MAX_SHOWN_CHARS]}"
+    return str(error["ctx"]["error"] if kind == "value_error" else error["msg"])

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,6 +20,10 @@ from serving.cli.start.operating_system import check_system
 from serving.cli.start.port_claims import PortClaims
 from serving.cli.start.ray_cluster import check_cluster
 from serving.cli.start.readiness import Expected, answers_already, expected_of, say_when_ready
+
+if TYPE_CHECKING:
+    from serving.settings.config import AppArgs
+    from serving.settings.settings_file import ServeFile
 
 ADDRESS_HELP = (
     "host:port of the Ray cluster to serve on. The default is RAY_ADDRESS; without it, the cluster that `ray start`"
@@ -55,7 +59,9 @@ def serve(
     claims = PortClaims()  # held as long as `serve run` runs
     with one_line_errors("serve"):
         check_system(sys.platform)
-        expected, addresses, encrypted = _checked(config, began_s, as_json=as_json)
+        file, applications = _checked(config)
+        expected = expected_of(file, applications[0], began_s, as_json=as_json)
+        addresses = _addresses(file, applications)
         executables = Path(sys.executable).parent
         # Before anything imports Ray, which reads it then.
         taken = {each.port for each in addresses}
@@ -65,16 +71,15 @@ def serve(
             # On a cluster that is there, this deployment may replace one that listens.
             for each in addresses:
                 each.check_free(claims)
-            _check_log_keys(environ, encrypted=encrypted)
+            _check_log_keys(environ, applications)
         _say_when_ready(expected)
         serve_main = _serve_main()
     arguments = ["run", *([] if address is None else ["--address", address]), str(config)]
     serve_main(arguments, prog_name="serve")
 
 
-def _checked(config: Path, began_s: float, *, as_json: bool) -> tuple[Expected, list[ListenAddress], bool]:
-    """Checks the settings as `python -m serving.settings.config` does. Also returns where calls are to be taken, by Ray
-    Serve and for operators, and whether a session log is encrypted. Raises StartError."""
+def _checked(config: Path) -> tuple[ServeFile, list[AppArgs]]:
+    """Checks the settings as `python -m serving.settings.config` does. Raises StartError."""
     import yaml  # imported here, so that other commands start fast
 
     from serving.settings.config import check_applications
@@ -83,30 +88,35 @@ def _checked(config: Path, began_s: float, *, as_json: bool) -> tuple[Expected, 
 
     try:
         file = read_file(str(config))
-        applications = check_applications(file)
-        expected = expected_of(file, applications[0], began_s, as_json=as_json)
+        return file, check_applications(file)
     except OSError as error:
         reason = f"{config} cannot be read: {error.strerror}. {WHAT_CONFIG_IS}"
         raise StartError(reason) from error
-    except (SettingsError, StartError, yaml.YAMLError) as error:
+    except (SettingsError, yaml.YAMLError) as error:
         raise StartError(f"{config}: {error}") from error
+
+
+def _addresses(file: ServeFile, applications: list[AppArgs]) -> list[ListenAddress]:
+    """Where calls are to be taken, by Ray Serve and for operators."""
     ingresses = [each.ingress for each in applications]
-    listens = [("http_options.port", file.http_host, file.http_port)]
-    listens += [("args.ingress.operator_port", each.operator_host, each.operator_port) for each in ingresses]
-    return (
-        expected,
-        [ListenAddress(setting, host, port) for setting, host, port in listens if port is not None],
-        any(each.controller.encrypted for each in applications),
-    )
+    return [
+        ListenAddress("http_options.port", file.http_host, file.http_port),
+        *(
+            ListenAddress("args.ingress.operator_port", each.operator_host, each.operator_port)
+            for each in ingresses
+            if each.operator_port is not None
+        ),
+    ]
 
 
-def _check_log_keys(environ: Mapping[str, str], *, encrypted: bool) -> None:
+def _check_log_keys(environ: Mapping[str, str], applications: list[AppArgs]) -> None:
     """Checks the keys of the session log, which the controller of a cluster that is started here takes from this
     environment: it would try to start again and again, and calls would wait for it. Raises StartError."""
     from controllers.errors import StoreError
     from controllers.session_log.log_cipher import LogCipher
     from controllers.settings import LOG_KEYS
 
+    encrypted = any(each.controller.encrypted for each in applications)
     try:
         LogCipher.parse(environ.get(LOG_KEYS, ""), encrypts=encrypted)
     except StoreError as error:

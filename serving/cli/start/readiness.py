@@ -6,13 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from serving.cli.start import ready_line
-from serving.cli.start.errors import StartError
 
 if TYPE_CHECKING:
     from serving.settings.config import AppArgs
@@ -37,13 +35,8 @@ class Expected:
 
 
 def expected_of(file: ServeFile, args: AppArgs, began_s: float, *, as_json: bool) -> Expected:
-    """Reads it from a config file and the settings of its first application. Raises StartError."""
-    if not isinstance(file.http_options, Mapping):
-        raise StartError("http_options: a mapping was expected")
-    port = file.http_options.get("port", file.http_port)
-    if not isinstance(port, int):
-        raise StartError(f"http_options.port: a number was expected, not {port!r}")
-    url = _url(file.http_host, port) + str(file.route_prefix).rstrip("/")
+    """Reads it from a config file and the settings of its first application."""
+    url = _url(file.http_host, file.http_port) + file.route_prefix.rstrip("/")
     own_port = args.ingress.operator_port
     return Expected(
         url=url,

@@ -27,7 +27,7 @@ FormatName = Literal[
     "gpt_oss",
     "pythonic",
 ]
-ToolCallsSetting = Literal["auto", "off"] | FormatName
+ToolCallsSetting = Literal["auto", "off", FormatName]
 
 _LINE_BEFORE_KEY = re.compile(r"(\n|\\n)\s*<arg_key>")
 _LIST_OF_PYTHON_CALLS = re.compile(r"\[\w+\(\w+=\w")

@@ -157,6 +157,46 @@ def test_a_fault_reads_as_one_sentence() -> None:
     assert "Value error" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("section", "text", "told"),
+    [
+        ("cache", "", "args.cache: a mapping of keys to values was expected, not nothing"),
+        ("cache", "5", "args.cache: a mapping of keys to values was expected, not 5"),
+        ("cache", "{size_mib: 256MiB}", "args.cache.size_mib: a whole number was expected, not '256MiB'"),
+        ("cache", "{size_mib: 1e3}", "args.cache.size_mib: a whole number was expected, not '1e3'"),
+        ("cache", "{size_mib: 1.5}", "args.cache.size_mib: a whole number was expected, not 1.5"),
+        ("cache", "{memory_share: 90%}", "args.cache.memory_share: a number was expected, not '90%'"),
+        ("cache", "{prefix_cache: 1}", "args.cache.prefix_cache: true or false was expected, not 1"),
+        ("sessions", "{idle_timeout_s: 1h}", "args.sessions.idle_timeout_s: a number was expected, not '1h'"),
+        ("controller", "{name: 4}", "args.controller.name: text was expected, not 4"),
+        (
+            "controller",
+            "{redis_url: h:6379}",
+            "args.controller.redis_url: redis://…, rediss://…, unix:///… or",
+        ),
+        ("ingress", "{allowed_origins: x}", "args.ingress.allowed_origins: a list was expected, not 'x'"),
+        ("ingress", "{allowed_origins: ['*']}", "args.ingress.allowed_origins.0: a site as browsers name it"),
+        (
+            "ingress",
+            "{allowed_hosts: ['k:80']}",
+            "args.ingress.allowed_hosts.0: a name in lower case and without a",
+        ),
+        ("tracing", "{endpoint: h:4317}", "args.tracing.endpoint: http://… or https://… was expected"),
+        ("model", "{path: x, name: ''}", "args.model.name: "),
+        (
+            "model",
+            "{path: x, tool_calls: on}",
+            "args.model.tool_calls: Input should be 'auto', 'off', 'hermes'",
+        ),
+    ],
+)
+def test_what_was_expected_is_told_in_words(section: str, text: str, told: str) -> None:
+    """pydantic spoke of dictionaries and tuples, printed patterns, and did not say what YAML had read."""
+    with pytest.raises(SettingsError) as caught:
+        parse_args({"model": MODEL, section: yaml.safe_load(text)})
+    assert f"\n  {told}" in str(caught.value)
+
+
 def test_missing_model() -> None:
     with pytest.raises(SettingsError, match=r"args\.model: Field required"):
         parse_args({})
@@ -172,7 +212,7 @@ def test_every_fault_is_told_at_once() -> None:
 def test_values_reach_the_engine() -> None:
     args = parse_args(
         {
-            "model": {**MODEL, "dtype": "bfloat16", "num_threads": 3, "seed": 7},
+            "model": {**MODEL, "dtype": "bfloat16", "num_threads": 3, "load_format": "dummy", "seed": 7},
             "cache": {"page_size": 1, "size_mib": 3},
             "scheduler": {"max_running": 5, "max_context_len": 99},
         }
@@ -228,10 +268,13 @@ def test_host_memory_is_a_size_or_a_share_of_it() -> None:
 def test_off_may_be_written_bare() -> None:
     """YAML reads a bare `off` as false."""
     values = yaml.safe_load(
-        "{model: {path: x, tool_calls: off}, cache: {books: off}, speculation: {method: off}}"
+        "{model: {path: x, tool_calls: off, reasoning: off, generation_config: off}, cache: {books: off},"
+        " speculation: {method: off}, logs: {access: off}}"
     )
     settings = parse_args(values)
-    assert (settings.cache.books, settings.speculation.method, settings.model.tool_calls) == ("off",) * 3
+    model = settings.model
+    assert (model.tool_calls, model.reasoning, model.generation_config) == ("off",) * 3
+    assert (settings.cache.books, settings.speculation.method, settings.logs.access) == ("off",) * 3
 
 
 @pytest.mark.parametrize("name", ["s", "__Host-stick", "!#$%&'*+-.^_`|~", "x" * 64])
@@ -443,7 +486,7 @@ def test_a_file_that_is_no_config_is_one_line(
 def test_a_merge_key_is_no_key_that_occurs_twice(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(
-        "base: &model {path: assets/models/kedge-chat, seed: 1}\n"
-        "applications: [{args: {model: {<<: *model, seed: 2}}}]\n"
+        "base: &model {path: assets/models/kedge-chat, num_threads: 1}\n"
+        "applications: [{args: {model: {<<: *model, num_threads: 2}}}]\n"
     )
-    assert [args.model.seed for args in check_file(str(path))] == [2]
+    assert [args.model.num_threads for args in check_file(str(path))] == [2]

@@ -16,6 +16,13 @@ USELESS = [
     ("rebalancing", {"enabled": False, "min_gap": 9.0}, "enabled is false"),
     ("speculation", {"draft_model": MODEL}, "is for method 'draft', not 'off'"),
     ("speculation", {"method": "ngram", "draft_model": MODEL}, "is for method 'draft', not 'ngram'"),
+    ("speculation", {"ngram_size": 4}, "method is 'off'"),
+    ("speculation", {"method": "off", "row_cost": 0.1}, "method is 'off'"),
+    ("cache", {"num_pages": 10, "memory_share": 0.5}, "there is num_pages"),
+    ("cache", {"size_mib": 10, "memory_share": 0.5}, "there is size_mib"),
+    ("model", {**MODEL, "seed": 7}, "load_format 'dummy'"),
+    ("tracing", {"sample_ratio": 0.1}, "without an endpoint"),
+    ("tracing", {"service_name": "x"}, "without an endpoint"),
     ("controller", {"redis_wait_ms": 500}, "redis_wait_replicas"),
     ("controller", {"redis_url": "redis://localhost", "redis_wait_ms": 500}, "redis_wait_replicas"),
     ("logs", {"content": True}, "set access to"),
@@ -35,12 +42,23 @@ def test_a_setting_that_would_do_nothing_is_refused(
         parse_args({"model": MODEL, section: values})
 
 
+def test_conversations_that_are_not_recognized_have_no_timeout() -> None:
+    unnamed = {"enabled": False, "idle_timeout_s": 5.0}
+    with pytest.raises(SettingsError, match=r"args\.sessions\.unnamed\.idle_timeout_s: .*enabled is false"):
+        parse_args({"model": MODEL, "sessions": {"unnamed": unnamed}})
+
+
+def test_no_gpu_is_reserved_for_a_model_on_processors() -> None:
+    with pytest.raises(SettingsError, match=r"args\.replicas: num_gpus 1 reserves what model\.device 'cpu'"):
+        parse_args({"model": {**MODEL, "device": "cpu"}, "replicas": {"num_gpus": 1.0}})
+
+
 def test_settings_that_do_something_are_taken() -> None:
     parse_args(
         {
-            "model": MODEL,
-            "cache": {"disk_mib": 5, "disk_path": "kv", "disk_encrypted": True},
-            "speculation": {"method": "draft", "draft_model": MODEL},
+            "model": {**MODEL, "load_format": "dummy", "seed": 7},
+            "cache": {"memory_share": 0.5, "disk_mib": 5, "disk_path": "kv", "disk_encrypted": True},
+            "speculation": {"method": "draft", "draft_model": MODEL, "draft_cost": 0.1},
             "controller": {
                 "redis_url": "redis://localhost",
                 "redis_wait_replicas": 1,
@@ -48,7 +66,7 @@ def test_settings_that_do_something_are_taken() -> None:
                 "heartbeat_interval_s": 0.1,
             },
             "logs": {"access": "errors", "content": True},
-            "tracing": {"endpoint": "http://localhost:4318", "record_content": True},
+            "tracing": {"endpoint": "http://localhost:4318", "record_content": True, "sample_ratio": 0.1},
             "ingress": {"operator_port": 8001, "operator_host": "0.0.0.0", "max_websockets": 4095},
             "sessions": {"unnamed": {"enabled": False, "affinity": {"user": True}}},
             "replicas": {"step_timeout_s": 1, "num_gpus": 0.5},

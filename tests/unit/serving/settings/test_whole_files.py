@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
+from ray.serve.schema import HTTPOptionsSchema, ServeDeploySchema
 
 from serving.settings.config import check_file, main
 from serving.settings.strict_settings import SettingsError
@@ -28,6 +30,41 @@ def test_operators_have_another_port_than_everybody(http_options: str, port: int
     path.write_text(http_options + TWO_APPLICATIONS.replace("operator_port: 82", f"operator_port: {port}"))
     with pytest.raises(SettingsError, match=rf"args\.ingress\.operator_port: {port} is http_options\.port"):
         check_file(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("http_options: {prot: 80}", "http_options: unknown key 'prot'; did you mean 'port'?"),
+        ("http_options: {hostname: x}", "http_options: unknown key 'hostname'; did you mean 'host'?"),
+        ("http-options: {host: x}", "unknown key 'http-options'; did you mean 'http_options'?"),
+        (
+            "http_options: {port: 80000}",
+            "http_options.port: a number from 0 to 65535 was expected, not 80000",
+        ),
+        ("http_options: {port: -1}", "http_options.port: a number from 0 to 65535 was expected, not -1"),
+        ("http_options: {port: '80'}", "http_options.port: a number from 0 to 65535 was expected, not '80'"),
+        ("http_options: {port: yes}", "http_options.port: a number from 0 to 65535 was expected, not True"),
+        ("http_options: {host: [a]}", "http_options.host: an address was expected, not ['a']"),
+        ("http_options: [80]", "http_options: a mapping was expected, not [80]"),
+    ],
+)
+def test_where_it_listens_is_not_guessed_at(text: str, told: str, tmp_path: Path) -> None:
+    """With another word for `host` it listened on every interface. A port that is none was told by a traceback."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"{text}\n{TWO_APPLICATIONS}")
+    with pytest.raises(SettingsError) as caught:
+        check_file(str(path))
+    assert str(caught.value) == told
+
+
+def test_no_key_of_ray_serves_is_taken_for_a_slip(tmp_path: Path) -> None:
+    unset = {"applications", "http_options"}
+    values: dict[str, object] = dict.fromkeys(set(ServeDeploySchema.model_fields) - unset)
+    values["http_options"] = dict.fromkeys(HTTPOptionsSchema.model_fields) | {"port": 8888}
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"{yaml.safe_dump(values)}{TWO_APPLICATIONS}")
+    assert len(check_file(str(path))) == 2
 
 
 def test_a_log_in_redis_belongs_to_the_controllers_name(tmp_path: Path) -> None:
