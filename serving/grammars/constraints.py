@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable
@@ -32,6 +33,7 @@ NAMES = {
     "strict_calls": "parameters of a strict function",
 }
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -50,7 +52,8 @@ class ConstraintCompiler:
         self._grammars = Grammars(tokenizer, vocab_size)
         self._trial = None if tokenizer is None else GrammarTrial(tokenizer, vocab_size)
         self._queue = FairQueue("new grammars", most=MOST_WAITING, most_of_tenant=MOST_WAITING_OF_TENANT)
-        self._refusals: OrderedDict[OutputConstraint, str | None] = OrderedDict()
+        self._refusals: OrderedDict[bytes, str | None] = OrderedDict()
+        """By digest: with 1024 grammars of the longest it would have 64 to 256 MiB."""
         self._compiled: OrderedDict[OutputConstraint, LLMatcher | StrictCalls] = OrderedDict()
 
     async def compile(self, constraint: OutputConstraint, tenant: str = "") -> TokenConstraint:
@@ -92,18 +95,22 @@ class ConstraintCompiler:
         return self._compiled[constraint]
 
     async def _make(self, constraint: OutputConstraint) -> LLMatcher | StrictCalls:
-        if self._trial is not None and constraint not in self._refusals:
+        digest = _digest(constraint)
+        if self._trial is not None and digest not in self._refusals:
             refusal = await _on(self._trial_thread, self._trial.refusal, constraint)
-            _keep(self._refusals, constraint, refusal, CACHED_TRIALS)
-        if (refusal := self._refusals.get(constraint)) is not None:
+            _keep(self._refusals, digest, refusal, CACHED_TRIALS)
+        if (refusal := self._refusals.get(digest)) is not None:
             raise ValueError(refusal)
         return await _on(self._thread, self._grammars.compile, constraint)
 
 
-def _keep(
-    latest: OrderedDict[OutputConstraint, T], constraint: OutputConstraint, value: T, most: int
-) -> None:
-    latest[constraint] = value
+def _digest(constraint: OutputConstraint) -> bytes:
+    text = f"{constraint.kind} {constraint.source}"
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _keep(latest: OrderedDict[K, T], key: K, value: T, most: int) -> None:
+    latest[key] = value
     if len(latest) > most:
         latest.popitem(last=False)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 LIMITS = LLParserLimits(
     max_lexer_states=30_000, max_grammar_size=200_000, initial_lexer_fuel=200_000, verbose_errors=False
 )
-"""A lexer state takes about a kilobyte. Fuel may be spent at the first token, on the engine's thread: 0.05 s at
+"""A lexer state takes one to ten kilobytes. Fuel may be spent at the first token, on the engine's thread: 0.05 s at
 most."""
 EXACT_INTEGERS = 2**53
 ANY_ARGUMENTS = {"type": "object"}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import statistics
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import jsonschema
@@ -205,6 +207,22 @@ def test_the_last_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for source in ("a", "b", "a", "c", "a", "b"):
         begun(regex(source), by)
     assert [kept.source for kept in by._compiled] == ["a", "b"]
+
+
+def test_of_a_refused_grammar_only_the_reason_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients could fill a replica's memory with grammars that are refused: all of their text was kept."""
+    monkeypatch.setattr(GrammarTrial, "refusal", lambda *_: TOO_MUCH)
+    by = compiler()
+    refused(regex("a"), by)
+    tracemalloc.start()
+    try:
+        for number in range(50):
+            refused(regex(f"{number}{'a' * 60_000}"), by)
+        gc.collect()
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes < 10 * 60_000
 
 
 def test_a_lexer_that_others_have_filled_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
