@@ -63,11 +63,15 @@ class SessionClaims:
 
     def load(self, session_id: str, epoch: int) -> SessionRecord:
         """A session of this cluster with its history. Raises SessionNotFound, and StaleEpoch if the log has another
-        epoch than the ledger: the session then leaves the ledger, and its next turn claims it."""
+        epoch than the ledger, or fewer turns: the session then leaves the ledger, and its next turn claims it."""
+        known = self._ledger.get(session_id)
         with self.changing(session_id, "load") as store:
             record = store.load(session_id)
-            if record.epoch != epoch:
-                raise StaleEpoch(f"the log has {named(session_id)} at epoch {record.epoch}, not {epoch}")
+            if record.epoch != epoch or record.turns < known.turns:
+                raise StaleEpoch(
+                    f"the log has {named(session_id)} at epoch {record.epoch} with {record.turns} turns, not at epoch"
+                    f" {epoch} with {known.turns}"
+                )
             return record
 
     @contextmanager

@@ -426,6 +426,22 @@ def test_the_epoch_of_a_claim_that_a_failover_lost_is_not_used_again(upgrade: Up
     assert upgrade.old.begin("s")[0].epoch > in_flight.epoch
 
 
+def test_a_turn_behind_one_that_a_failover_lost_is_not_committed_behind_another(upgrade: Upgrade) -> None:
+    """Its replica had given it up and loaded the session again, at the same epoch. The commit that was on its way was
+    then the next turn of another history."""
+    open_session(upgrade.old)
+    key = f"kedge:{{{upgrade.log_name}}}:session:s"
+    with upgrade.server.client() as client:
+        kept = client.get(key)
+        upgrade.old.turn("s", [1])
+        given_up = next_turn(*upgrade.old.begin("s"), [2])
+        client.set(key, kept)
+    upgrade.old.turn("s", [9])
+    with pytest.raises(StaleEpoch):
+        commit_turn(upgrade.old.cluster, given_up)
+    assert unpack_tokens(upgrade.old.store.load("s").history).tolist() == [9]
+
+
 def test_a_session_whose_claim_a_failover_lost_exists(upgrade: Upgrade) -> None:
     """It was refused as one that another cluster has, at each try."""
     open_session(upgrade.old)
