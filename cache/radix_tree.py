@@ -26,11 +26,12 @@ class RadixNode:
     """Tokens below a parent (whole pages) and their pages. `children` is keyed by the bytes of a child's first page.
 
     `window_pages` are those of sliding-window layers, GONE where there are none. A split makes a new *upper* node, so a
-    handle on a node always stands for the same end of prefix.
+    handle on a node always stands for the same end of prefix. `is_offered`: it is in the tree's list of leaves.
     """
 
     __slots__ = (
         "children",
+        "is_offered",
         "last_used",
         "lock_count",
         "namespace",
@@ -51,6 +52,7 @@ class RadixNode:
         self.children: dict[bytes, RadixNode] = {}
         self.lock_count = 0
         self.last_used = 0
+        self.is_offered = False
 
     def upwards(self) -> Iterator[RadixNode]:
         """The nodes of the prefix that ends here, the last one first. The root, which has no tokens, is left out."""
@@ -78,6 +80,8 @@ class RadixTree:
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._roots: dict[str, RadixNode] = {}
+        self._leaves: list[tuple[int, int, RadixNode]] = []
+        """A heap by last use of all unlocked leaves. Some were used since, are locked or no leaves any more."""
         self._clock = 0
         self._num_pages = 0
         self._num_locked = 0
@@ -175,6 +179,7 @@ class RadixTree:
         node.children[self._child_key(rest)] = leaf
         self._num_pages += len(leaf.pages)
         self._touch(leaf)
+        self._offer(leaf)
         return match.length, leaf
 
     def path_pages(self, node: RadixNode) -> PageArray:
@@ -214,25 +219,26 @@ class RadixTree:
 
     def evict(self, num_pages: int) -> tuple[PageArray, PageArray]:
         """Drops the least recently used unlocked leaves until `num_pages` pages (or all) are out. Returns their pages
-        and their window pages."""
-        heap = [(n.last_used, id(n), n) for n in self._nodes() if not n.children and n.lock_count == 0]
-        heapq.heapify(heap)
+        and their window pages. Costs what is dropped, and what was used since it became a leaf."""
         evicted: list[PageArray] = []
         window: list[PageArray] = []
         count = 0
-        while heap and count < num_pages:
-            _, _, leaf = heapq.heappop(heap)
+        while self._leaves and count < num_pages:
+            last_used, _, leaf = heapq.heappop(self._leaves)
+            leaf.is_offered = False
+            if last_used < leaf.last_used or leaf.children or leaf.lock_count:
+                self._offer(leaf)
+                continue
             parent = leaf.parent
             assert parent is not None
             del parent.children[self._child_key(leaf.tokens)]
             evicted.append(leaf.pages)
             window.append(leaf.window_pages)
             count += len(leaf.pages)
-            if not parent.children and parent.lock_count == 0:
-                if parent.parent is not None:
-                    heapq.heappush(heap, (parent.last_used, id(parent), parent))
-                else:
-                    del self._roots[parent.namespace]
+            if parent.parent is not None:
+                self._offer(parent)
+            elif not parent.children:
+                del self._roots[parent.namespace]
         self._num_pages -= count
         if not evicted:
             return no_pages(), no_pages()
@@ -304,6 +310,13 @@ class RadixTree:
                 self._num_locked += len(each.pages)
             elif each.lock_count == 0:
                 self._num_locked -= len(each.pages)
+                self._offer(each)
+
+    def _offer(self, node: RadixNode) -> None:
+        """Puts a node that may be an unlocked leaf from now on in the list of these."""
+        if not (node.is_offered or node.children or node.lock_count):
+            heapq.heappush(self._leaves, (node.last_used, id(node), node))
+            node.is_offered = True
 
     def _touch(self, node: RadixNode) -> None:
         self._clock += 1

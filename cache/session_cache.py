@@ -27,7 +27,8 @@ from cache.tiers import TierSizes
 from cache.token_chain import TokenChain, Tokens
 
 EVICTION_SHARE = 64
-"""Cached prefixes are evicted by at least a 64th of the pool, so that the search for the oldest pays off."""
+"""Cached prefixes are evicted by at least a 64th of the pool: drafts take free pages only, and each search for window
+pages walks over all nodes of the tree."""
 
 
 class SessionBorrowed(RuntimeError):
@@ -443,7 +444,6 @@ class SessionAwareCache:
     def _evict(self, missing: PageCounts) -> bool:
         """Evicts cached prefixes for the pages that are missing. False: that freed none."""
         pool, evicted = self._inner.window, NO_PAGES
-        # Each search walks over all nodes of the tree.
         if missing.full > 0 and self._inner.cached_pages:
             evicted = self._inner.evict(max(missing.full, self.num_pages // EVICTION_SHARE))
         missing_window = missing.window - evicted.window

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from cache.pages import BooksError, PageArray
 from cache.prefix_cache import token_array
 from cache.radix_tree import RadixNode, RadixTree, TokenArray
 from tests.unit.cache.books import PAGE_SIZES, joined, tokens_from
+from tests.unit.operations import bytecodes
 
 
 class PagedTree:
@@ -278,3 +280,43 @@ def test_random_traffic_agrees_with_a_list_of_prefixes(page_size: int) -> None:
     for node in locks:
         paged.tree.unlock(node)
     assert paged.counts()[1] == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_evicted_is_the_oldest_of_all_leaves_without_a_lock(seed: int) -> None:
+    """Whatever was shared, locked and used before. In the end nothing is left behind."""
+    rng = random.Random(seed)
+    paged, locks = PagedTree(1), list[RadixNode]()
+    for _ in range(1500):
+        tokens = token_array([rng.randrange(3) for _ in range(rng.randrange(1, 7))])
+        action = rng.random()
+        if action < 0.4:
+            paged.insert(tokens)
+        elif action < 0.6 and paged.match_len(tokens):
+            locks.append(paged.lock(tokens)[0])
+        elif action < 0.75 and locks:
+            paged.tree.unlock(locks.pop(rng.randrange(len(locks))))
+        elif action < 0.8 and locks:
+            node = locks.pop()
+            shorter = paged.tree.relock_shorter(node, rng.randrange(1 + len(paged.tree.path_pages(node))))
+            locks += [] if shorter is None else [shorter]
+        else:
+            leaves = [node for node in paged.tree._nodes() if not node.children and not node.lock_count]
+            oldest = min(leaves, key=lambda node: node.last_used, default=None)
+            expected = [] if oldest is None else oldest.pages.tolist()
+            assert paged.evict(1).tolist() == expected
+    for node in locks:
+        paged.tree.unlock(node)
+    paged.evict(paged.counts()[0])
+    assert paged.counts() == (0, 0)
+
+
+def test_an_eviction_looks_at_no_prefix_that_stays() -> None:
+    """It looked at all of them: 15 ms of a step at 20,000."""
+    counts = []
+    for num_prefixes in (20, 2000):
+        paged = PagedTree(1)
+        for first in range(num_prefixes):
+            paged.insert(tokens_from(10 * first, 2))
+        counts.append(bytecodes(partial(paged.evict, 1)))
+    assert counts[0] == counts[1]
