@@ -79,9 +79,9 @@ class AnswerPart:
         return [piece for piece in self.pieces if isinstance(piece, CallDelta)]
 
     @property
-    def content_alone(self) -> str | None:
-        """The content, if there is nothing else; otherwise None."""
-        return self.content if all(isinstance(piece, str) for piece in self.pieces) else None
+    def is_text(self) -> bool:
+        """Whether there is nothing but content, or nothing."""
+        return all(isinstance(piece, str) for piece in self.pieces)
 
     def add(self, piece: Piece, scope: str) -> None:
         """`scope`: what the ids of calls are derived from."""

@@ -200,8 +200,8 @@ class ChatEncoder(ChunkEncoder):
         part = reader.read(event)
         role: Literal["assistant"] | None = None if index in self._started else "assistant"
         plain = role is None and event.finish is None and not event.logprobs and not self._differs
-        if plain and (content := part.content_alone) is not None:
-            return self._text_chunk(index, content)
+        if plain and part.is_text:
+            return self._text_chunk(index, part.content or "")
         self._started.add(index)
         choice = ChunkChoice(
             index=index,

@@ -129,6 +129,9 @@ class ChunkEncoder(ABC):
         """A choice that has nothing but this text."""
 
     def _text_chunk(self, index: int, text: str) -> bytes:
+        """Nothing for no text: the marks and the name of a call, and some tokens, have none to tell yet."""
+        if not text:
+            return b""
         template = self._templates.get(index)
         if template is None:
             chunk = self._chunk_of(choices=[self._choice_of(index, TextTemplate.TEXT)])

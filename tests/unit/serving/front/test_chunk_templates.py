@@ -17,7 +17,7 @@ from serving.front.api.openai.completions_schema import CompletionBody
 from serving.front.api.sse import StreamEncoder
 from serving.wire.turns import TextLogprob, TextPrompt, TurnEvent, TurnFinish
 
-TEXTS = ["plain", '"quoted"', "a\nb\\", "\u2028 \x00 \U0001f600", reply_json.TextTemplate.TEXT, "", "text"]
+TEXTS = ["plain", '"quoted"', "a\nb\\", "\u2028 \x00 \U0001f600", reply_json.TextTemplate.TEXT, "text"]
 MODEL = f'of "{reply_json.TextTemplate.TEXT}"'
 """A model name that contains the placeholder of a template's text."""
 LOGPROBS = (TextLogprob(TokenLogprob(7, -1.0), b"x"),)
@@ -64,6 +64,12 @@ async def test_they_are_those_that_are_written_as_a_whole(
     fast, slow = make(fields), make(fields)
     slow._differs = True
     assert await written(fast, events()) == await written(slow, events())
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+async def test_an_event_without_text_has_no_chunk(make: Any) -> None:
+    chunks = await written(make({}), [TurnEvent(text, (7,)) for text in ("a", "", "b")])
+    assert [bool(chunk) for chunk in chunks[:-1]] == [True, True, False, False, True, True]
 
 
 @pytest.mark.parametrize("make", [chat, completion])

@@ -216,6 +216,17 @@ async def test_choices_log_probabilities_and_streams(tmp_path: Path) -> None:
             assert mine[-1]["finish_reason"] == "tool_calls"
 
 
+async def test_a_stream_has_no_chunk_that_says_nothing(tmp_path: Path) -> None:
+    """Most tokens of a call had one: those of its marks and its name."""
+    async with tool_client(tmp_path) as (client, _):
+        lines = (await client.post(CHAT, json={**REQUIRED, "stream": True})).text.split("\n\n")
+        told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        *before, last = [each["choices"][0] for each in told]
+        assert last["finish_reason"] == "tool_calls"
+        assert all(choice["delta"] not in ({}, {"content": ""}) for choice in before), before
+        assert any("tool_calls" in choice["delta"] for choice in before)
+
+
 async def test_a_choice_between_calls_and_an_answer_in_a_format(tmp_path: Path) -> None:
     async with tool_client(tmp_path) as (client, _):
         answer = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
