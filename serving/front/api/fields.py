@@ -257,8 +257,8 @@ def check_token_ids(token_ids: Iterable[int], model: ModelInfo, param: str) -> N
     token_ids = token_ids if isinstance(token_ids, list) else list(token_ids)
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < model.vocab_size):
         return
-    wrong = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < model.vocab_size)
-    raise refusal(f"{param}: entry {wrong} is outside the vocabulary of {model.vocab_size} tokens.", param)
+    wrong = next(token_id for token_id in token_ids if not 0 <= token_id < model.vocab_size)
+    raise refusal(f"{param}: token id {wrong} is outside the vocabulary of {model.vocab_size} tokens.", param)
 
 
 def check_num_calls(count: int, param: str) -> None:

@@ -374,6 +374,17 @@ async def test_sampling_fields_reach_the_engine(client: httpx.AsyncClient, servi
     assert (call.seed, call.max_new_tokens) == (3, 1)
 
 
+@pytest.mark.parametrize("field", [{"logit_bias": {"5": 1, "999999": 1}}, {"allowed_token_ids": [5, 999999]}])
+async def test_a_token_id_that_does_not_exist_is_named(
+    client: httpx.AsyncClient, field: dict[str, Any]
+) -> None:
+    """The place of an entry says nothing in a map: "entry 1" might be the token id 1."""
+    reply = await client.post(CHAT, json={"messages": [HELLO], **field})
+    assert reply.status_code == 400
+    message = reply.json()["error"]["message"]
+    assert message.startswith(f"{next(iter(field))}: token id 999999 is outside the vocabulary of ")
+
+
 async def test_without_a_limit_a_chat_may_fill_the_context(
     client: httpx.AsyncClient, service: LocalService
 ) -> None:
