@@ -342,12 +342,12 @@ class Cluster:
     def sessions(
         self, tenant: str | None = None, after: str | None = None, limit: int | None = None
     ) -> list[LedgerEntry]:
-        """A page of the ledger's sessions, see OwnershipLedger.page."""
-        return self._ledger.page(tenant, after, limit)
+        """A page of the ledger's sessions, see OwnershipLedger.page and ClusterWatch.told."""
+        return list(map(self.watch.told, self._ledger.page(tenant, after, limit)))
 
     def session(self, session_id: str) -> LedgerEntry:
-        """One entry of the ledger. Raises SessionNotFound."""
-        return self._ledger.get(session_id)
+        """One entry of the ledger, see ClusterWatch.told. Raises SessionNotFound."""
+        return self.watch.told(self._ledger.get(session_id))
 
     def count(self) -> int:
         """Sessions in the ledger."""

@@ -15,13 +15,14 @@ def _session_figures(ledger: OwnershipLedger, replicas: ReplicaDirectory) -> dic
     """Gauges of sessions and replicas, without labels."""
     present = [status.replica_id for status in replicas.present()]
     owned = sum(map(ledger.count_of, present))
-    in_turn = sum(ledger.use_of_replica(replica_id).in_turn for replica_id in present)
+    uses = [ledger.use_of_replica(replica_id) for replica_id in present]
+    in_turn = sum(use.in_turn for use in uses)
     return {
         "sessions_in_turn": float(in_turn),
         "sessions_idle": float(owned - in_turn),
         "sessions_unowned": float(len(ledger) - owned),
         "session_tokens": float(ledger.tokens),
-        "session_size_bytes": float(ledger.size_bytes),
+        "session_size_bytes": float(sum(use.size_bytes for use in uses)),
         **{
             f"replicas_{state.value}": float(len(replicas.in_state(state)))
             for state in ReplicaState

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import MappingProxyType
 
 from controllers.event_log import EventLog
@@ -59,13 +60,18 @@ class ClusterWatch:
     def closed(self, session_id: str, why: str) -> None:
         self.events.note("closed", session_id, detail=why)
 
+    def told(self, entry: LedgerEntry) -> LedgerEntry:
+        """The entry as it is told: what an owner that is gone has reported is no longer so."""
+        gone = (entry.size_bytes or entry.in_turn) and self._replicas.gone(entry.replica_id)
+        return replace(entry, size_bytes=0, in_turn=False) if gone else entry
+
     def view(self, after: str | None, limit: int) -> ClusterView:
         """The current state, and the events after the cursor `after`. O(limit + replicas)."""
         self.look()
         events, cursor = self.events.after(after)
         return ClusterView(
             sessions=len(self._ledger),
-            recent=tuple(self._ledger.recent(limit)),
+            recent=tuple(map(self.told, self._ledger.recent(limit))),
             states={name: SAID_STATES[state] for name, state in self._seen.items()},
             events=events,
             cursor=cursor,

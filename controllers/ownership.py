@@ -37,7 +37,8 @@ class TenantUse:
 
 @dataclass(slots=True)
 class ReplicaUse:
-    """The sessions that a replica owns, how many of them it has reported as held, and how many of these as in a turn.
+    """The sessions that a replica owns, how many of them it has reported as held, how many of these as in a turn, and
+    how much KV they have.
 
     `stale`: sessions that it has reported as held but that are now closed or owned elsewhere, with the epoch at which
     it holds them. They are kept only for a replica that `reports`, since it must be told to drop them. `told`: those
@@ -46,6 +47,7 @@ class ReplicaUse:
 
     owned: set[str] = field(default_factory=set)
     in_turn: int = 0
+    size_bytes: int = 0
     held: int = 0
     reports: bool = False
     stale: dict[str, int] = field(default_factory=dict)
@@ -78,7 +80,6 @@ class OwnershipLedger:
         self._rows: dict[str, Row] = {}
         self._by_replica: dict[str, ReplicaUse] = {}
         self._by_tenant: dict[str, TenantUse] = {}
-        self._size_bytes = 0
         self._tokens = 0
         keys: dict[str, list[str]] = {}
         for entry in entries:
@@ -285,11 +286,6 @@ class OwnershipLedger:
         """Tokens of all histories."""
         return self._tokens
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of all sessions' KV, as their owners have reported it."""
-        return self._size_bytes
-
     def expires_at_s(self, entry: LedgerEntry) -> float:
         """When the session's idle timeout ends, if nobody uses it."""
         return expires_at_s(entry, self._default_timeout_s)
@@ -329,7 +325,7 @@ class OwnershipLedger:
         tenant.sessions += 1
         tenant.tokens += entry.tokens
         self._tokens += entry.tokens
-        self._size_bytes += entry.size_bytes
+        use.size_bytes += entry.size_bytes
 
     def _leaves_owner(self, entry: LedgerEntry) -> None:
         """The reverse of `_count`. If the owner has reported the session as held, it must be told to drop it."""
@@ -342,7 +338,7 @@ class OwnershipLedger:
         tenant.sessions -= 1
         tenant.tokens -= entry.tokens
         self._tokens -= entry.tokens
-        self._size_bytes -= entry.size_bytes
+        use.size_bytes -= entry.size_bytes
 
     def _forget_unused(self, replica_id: str) -> None:
         use = self._by_replica[replica_id]
@@ -353,9 +349,10 @@ class OwnershipLedger:
         grown = entry.tokens - before.tokens
         self._by_tenant[entry.tenant].tokens += grown
         self._tokens += grown
-        self._size_bytes += entry.size_bytes - before.size_bytes
-        if entry.in_turn != before.in_turn:
-            self._by_replica[entry.replica_id].in_turn += entry.in_turn - before.in_turn
+        if (entry.in_turn, entry.size_bytes) != (before.in_turn, before.size_bytes):
+            use = self._by_replica[entry.replica_id]
+            use.in_turn += entry.in_turn - before.in_turn
+            use.size_bytes += entry.size_bytes - before.size_bytes
         self._rows[entry.session_id] = _row(entry)
         if entry.last_used_s > before.last_used_s:
             self._recent.used(entry.session_id)

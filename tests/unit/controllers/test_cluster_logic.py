@@ -394,6 +394,20 @@ def test_figures(world: World) -> None:
     assert measured(world.cluster, "controller_sessions_unowned") == 1
 
 
+def test_a_lost_replica_holds_no_kv(world: World) -> None:
+    """The list and the sum told of its KV until its sessions were used again."""
+    opened = open_session(world)
+    world.report(opened.replica_id, SessionStatus("s", 1, 0, 0, 0.0, True, size_bytes=42))
+    (held,) = world.cluster.sessions()
+    assert (held.size_bytes, held.in_turn) == (42, True)
+    assert measured(world.cluster, "controller_session_size_bytes") == 42
+    world.cluster.report_unreachable(opened.replica_id, True)
+    view = world.cluster.watch.view(None, 1)
+    for entry in (*world.cluster.sessions(), world.cluster.session("s"), *view.recent):
+        assert (entry.replica_id, entry.size_bytes, entry.in_turn) == (opened.replica_id, 0, False)
+    assert measured(world.cluster, "controller_session_size_bytes") == 0
+
+
 def test_replicas_carry_the_ledgers_count(world: World) -> None:
     opened = open_session(world)
     counts = {status.replica_id: status.sessions for status in world.cluster.replicas()}
