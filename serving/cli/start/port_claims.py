@@ -3,6 +3,7 @@ another does: two starts that chose the same port would each get some of the cal
 
 from __future__ import annotations
 
+import errno
 import socket
 import sys
 
@@ -15,14 +16,15 @@ class PortClaims:
         self._held: list[socket.socket] = []
 
     def claim(self, port: int, host: str = "") -> bool:
-        """Whether nobody else on this machine has claimed the port of that host."""
+        """Whether nobody else on this machine has claimed the port of that host. A claim that fails for another reason
+        says nothing of others."""
         if sys.platform != "linux":  # elsewhere there are no such names, and no HAProxy
             return True
         name = socket.socket(socket.AF_UNIX)
         try:
             name.bind(f"\0kedge-port-{host}-{port}")
-        except OSError:
+        except OSError as error:
             name.close()
-            return False
+            return error.errno != errno.EADDRINUSE
         self._held.append(name)
         return True
