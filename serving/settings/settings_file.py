@@ -55,11 +55,14 @@ def read_file(path: str) -> ServeFile:
         raise SettingsError("'applications' is missing: a list with one application at least")
     if not all(isinstance(application, dict) for application in applications):
         raise SettingsError("'applications' has an entry that is no mapping of keys to values")
+    prefixes = [str(application.get("route_prefix") or "/") for application in applications]
+    if wrong := [prefix for prefix in prefixes if not prefix.startswith("/")]:
+        raise SettingsError(f"route_prefix: a path that begins with / was expected, not {wrong[0]!r}")
     _refuse_near(document, ["http_options"], "", cutoff=0.8)
     host, port = _listens(document.get("http_options") or {})
     return ServeFile(
         args=[application.get("args") or {} for application in applications],
-        route_prefix=str(applications[0].get("route_prefix") or "/"),
+        route_prefix=prefixes[0],
         http_host=host,
         http_port=port,
     )

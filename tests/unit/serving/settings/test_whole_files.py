@@ -58,6 +58,14 @@ def test_where_it_listens_is_not_guessed_at(text: str, told: str, tmp_path: Path
     assert str(caught.value) == told
 
 
+def test_a_prefix_that_is_no_path_is_refused(tmp_path: Path) -> None:
+    """Ray Serve took it, and the ready line named http://127.0.0.1:8000api."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text(TWO_APPLICATIONS.replace("- args", "- route_prefix: api\n  args"))
+    with pytest.raises(SettingsError, match="route_prefix: a path that begins with / was expected, not 'api'"):
+        check_file(str(path))
+
+
 def test_no_key_of_ray_serves_is_taken_for_a_slip(tmp_path: Path) -> None:
     unset = {"applications", "http_options"}
     values: dict[str, object] = dict.fromkeys(set(ServeDeploySchema.model_fields) - unset)
