@@ -7,6 +7,7 @@ import pytest
 from cluster_world import World
 from manual_clock import ManualClock
 from redis_server import CLUSTER, RedisServer
+from two_clusters import Upgrade
 
 from controllers.open_store import open_store
 from controllers.session_log.store import SessionStore
@@ -33,6 +34,13 @@ def redis_server() -> Iterator[RedisServer]:
     server = RedisServer()
     yield server
     server.stop()
+
+
+@pytest.fixture
+def upgrade(redis_server: RedisServer, clock: ManualClock) -> Iterator[Upgrade]:
+    upgrade = Upgrade(redis_server, clock)
+    yield upgrade
+    upgrade.stop()
 
 
 @pytest.fixture(params=["sqlite", "redis"])

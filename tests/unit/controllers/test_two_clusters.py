@@ -3,16 +3,13 @@ told."""
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from manual_clock import ManualClock
-from redis_server import RedisServer
 from store_turns import commit_turn
-from two_clusters import IDLE_S, SILENCE_S, Side, next_turn
+from two_clusters import IDLE_S, SILENCE_S, Side, Upgrade, next_turn, open_session
 
 from controllers.errors import SessionExists, SessionNotFound, SessionTakenOver, StaleEpoch, StoreError
 from controllers.records import Assignment, ForkOrder, ReplicaStatus, SessionRecord, SessionStatus
@@ -20,49 +17,6 @@ from controllers.session_claims import ABANDONED_GRACE_S
 from controllers.session_log.redis_log import RedisLog
 from controllers.tokens import unpack_tokens
 from tests.unit.controllers.measured import measured
-
-
-class Upgrade:
-    """The serving cluster, and one that is started beside it."""
-
-    def __init__(self, server: RedisServer, clock: ManualClock) -> None:
-        self.server = server
-        self.clock = clock
-        self.log_name = uuid.uuid4().hex
-        self.old = Side("old", server, self.log_name, clock)
-        self._new: Side | None = None
-
-    @property
-    def new(self) -> Side:
-        """The new cluster, which starts at the first use."""
-        if self._new is None:
-            self._new = Side("new", self.server, self.log_name, self.clock)
-        return self._new
-
-    def gone(self, name: str) -> None:
-        """Makes it look as if the cluster had not swept for a minute."""
-        with self.server.client() as client:
-            assert client.delete(f"kedge:{{{self.log_name}}}:alive:{name}") == 1
-
-    def advance(self, seconds: float) -> None:
-        self.clock.advance(seconds)
-        self.old.beat()
-        self.new.beat()
-
-    def stop(self) -> None:
-        self.old.store.disconnect()
-        self.new.store.disconnect()
-
-
-@pytest.fixture
-def upgrade(redis_server: RedisServer, clock: ManualClock) -> Iterator[Upgrade]:
-    upgrade = Upgrade(redis_server, clock)
-    yield upgrade
-    upgrade.stop()
-
-
-def open_session(side: Side, session_id: str = "s") -> None:
-    side.cluster.open_session(session_id, "", None, None)
 
 
 def test_a_newcomer_takes_nothing_before_traffic_moves(upgrade: Upgrade) -> None:
@@ -365,112 +319,6 @@ def test_a_takeover_whose_answer_was_lost_is_found_again(upgrade: Upgrade) -> No
     owner = cluster.resolve("s", False, "")
     assert owner.replica_id == "old-3"
     assert owner.epoch == 3
-
-
-def test_a_failover_of_redis_that_lost_changes_is_recovered_from(upgrade: Upgrade) -> None:
-    """The log is then behind the ledger. Nobody could commit to the session any more. Now its next turn claims it."""
-    open_session(upgrade.old)
-    upgrade.old.turn("s", [1])
-    prefix = f"kedge:{{{upgrade.log_name}}}:session:s"
-    with upgrade.server.client() as client:
-        kept = client.get(prefix)
-        owner = upgrade.old.begin("s")[0]
-        upgrade.old.cluster.report_unreachable(owner.replica_id, True)
-        upgrade.old.turn("s", [2])
-        assert upgrade.old.begin("s")[0].epoch == 2
-        upgrade.old.beat()
-        client.set(prefix, kept)
-    record = upgrade.old.turn("s", [3])
-    assert (record.epoch, record.turn_index) == (3, 1)
-    assert unpack_tokens(upgrade.old.store.load("s").history).tolist() == [1, 3]
-
-
-def test_an_epoch_that_a_failover_lost_is_not_used_again(upgrade: Upgrade) -> None:
-    """The turn of a replica that had built on a lost turn was appended to a history that it did not know: the session
-    had come to the same epoch and number of turns again."""
-    open_session(upgrade.old)
-    upgrade.old.turn("s", [1])
-    key = f"kedge:{{{upgrade.log_name}}}:session:s"
-    cluster = upgrade.old.cluster
-    with upgrade.server.client() as client:
-        kept = client.get(key)
-        cluster.report_unreachable(cluster.session("s").replica_id, True)
-        upgrade.old.turn("s", [2])
-        in_flight = next_turn(*upgrade.old.begin("s"), [3])
-        client.set(key, kept)
-    cluster.report_unreachable(cluster.session("s").replica_id, True)
-    upgrade.old.replicas = ("old-3",)
-    upgrade.old.beat()
-    upgrade.old.turn("s", [9])
-    with pytest.raises(StaleEpoch):
-        commit_turn(cluster, in_flight)
-    assert unpack_tokens(upgrade.old.store.load("s").history).tolist() == [1, 9]
-
-
-def test_the_epoch_of_a_claim_that_a_failover_lost_is_not_used_again(upgrade: Upgrade) -> None:
-    """The cluster claimed the session at the same epoch once more, and took the turn that one of its replicas had built
-    on a lost turn."""
-    open_session(upgrade.old)
-    upgrade.old.turn("s", [1])
-    key = f"kedge:{{{upgrade.log_name}}}:session:s"
-    with upgrade.server.client() as client:
-        kept = client.get(key)
-        upgrade.new.turn("s", [2])
-        in_flight = next_turn(*upgrade.new.begin("s"), [3])
-        client.set(key, kept)
-    upgrade.old.turn("s", [9])
-    upgrade.new.begin("s")
-    with pytest.raises(StaleEpoch):
-        commit_turn(upgrade.new.cluster, in_flight)
-    assert unpack_tokens(upgrade.new.store.load("s").history).tolist() == [1, 9]
-    assert upgrade.old.begin("s")[0].epoch > in_flight.epoch
-
-
-def test_a_turn_behind_one_that_a_failover_lost_is_not_committed_behind_another(upgrade: Upgrade) -> None:
-    """Its replica had given it up and loaded the session again, at the same epoch. The commit that was on its way was
-    then the next turn of another history."""
-    open_session(upgrade.old)
-    key = f"kedge:{{{upgrade.log_name}}}:session:s"
-    with upgrade.server.client() as client:
-        kept = client.get(key)
-        upgrade.old.turn("s", [1])
-        given_up = next_turn(*upgrade.old.begin("s"), [2])
-        client.set(key, kept)
-    upgrade.old.turn("s", [9])
-    with pytest.raises(StaleEpoch):
-        commit_turn(upgrade.old.cluster, given_up)
-    assert unpack_tokens(upgrade.old.store.load("s").history).tolist() == [9]
-
-
-def test_a_session_whose_claim_a_failover_lost_exists(upgrade: Upgrade) -> None:
-    """It was refused as one that another cluster has, at each try."""
-    open_session(upgrade.old)
-    upgrade.old.turn("s", [1])
-    key = f"kedge:{{{upgrade.log_name}}}:session:s"
-    with upgrade.server.client() as client:
-        kept = client.get(key)
-        upgrade.new.turn("s", [2])
-        client.set(key, kept)
-    with pytest.raises(SessionExists):
-        open_session(upgrade.new)
-
-
-def test_a_session_is_not_held_at_another_epoch_than_the_logs(upgrade: Upgrade) -> None:
-    """Its owner asked for it again and again, since it never got the epoch that the ledger has."""
-    open_session(upgrade.old)
-    upgrade.old.turn("s", [1])
-    with upgrade.server.client() as client:
-        key = f"kedge:{{{upgrade.log_name}}}:session:s"
-        kept = client.get(key)
-        upgrade.old.cluster.report_unreachable(upgrade.old.cluster.session("s").replica_id, True)
-        owner = upgrade.old.cluster.resolve("s", False, "")
-        assert owner.epoch == 2
-        client.set(key, kept)
-    with pytest.raises(StaleEpoch):
-        upgrade.old.cluster.load_session("s", 2, owner.replica_id)
-    owner, held = upgrade.old.begin("s")
-    assert (owner.epoch, held.epoch) == (4, 4)
-    commit_turn(upgrade.old.cluster, next_turn(owner, held, [2]))
 
 
 def test_what_others_took_is_read_however_much_it_is(upgrade: Upgrade) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from manual_clock import ManualClock
 from redis_server import RedisServer
 from store_turns import commit_turn
@@ -77,6 +81,51 @@ class Side:
         settings = ClusterSettings(replica_timeout_s=SILENCE_S, session_timeout_s=IDLE_S, placement_tokens=10)
         self.cluster = Cluster(settings, self.store, self._clock, self._clock)
         self.beat()
+
+
+class Upgrade:
+    """The serving cluster, and one that is started beside it."""
+
+    def __init__(self, server: RedisServer, clock: ManualClock) -> None:
+        self.server = server
+        self.clock = clock
+        self.log_name = uuid.uuid4().hex
+        self.old = Side("old", server, self.log_name, clock)
+        self._new: Side | None = None
+
+    @property
+    def new(self) -> Side:
+        """The new cluster, which starts at the first use."""
+        if self._new is None:
+            self._new = Side("new", self.server, self.log_name, self.clock)
+        return self._new
+
+    def gone(self, name: str) -> None:
+        """Makes it look as if the cluster had not swept for a minute."""
+        with self.server.client() as client:
+            assert client.delete(f"kedge:{{{self.log_name}}}:alive:{name}") == 1
+
+    @contextmanager
+    def lost(self, session_id: str) -> Iterator[None]:
+        """A failover of Redis loses what was changed of the session within this context."""
+        key = f"kedge:{{{self.log_name}}}:session:{session_id}"
+        with self.server.client() as client:
+            kept = client.get(key)
+            yield
+            client.set(key, kept)
+
+    def advance(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.old.beat()
+        self.new.beat()
+
+    def stop(self) -> None:
+        self.old.store.disconnect()
+        self.new.store.disconnect()
+
+
+def open_session(side: Side, session_id: str = "s") -> None:
+    side.cluster.open_session(session_id, "", None, None)
 
 
 def next_turn(owner: Assignment, held: SessionRecord, tokens: list[int]) -> TurnRecord:
