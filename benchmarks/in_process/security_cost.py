@@ -60,7 +60,7 @@ async def client_for(way: str, folder: Path) -> AsyncIterator[httpx.AsyncClient]
     controller = LocalController(Cluster(settings, store, time.time, time.perf_counter), store)
     async with (
         running_rig(folder, controller=controller, settings={"tenants": tenants}, text=small_text()) as rig,
-        client_of(create_http_app(lambda: LocalService(rig), keys=keys)) as client,
+        client_of(create_http_app(LocalService(rig), keys=keys)) as client,
     ):
         if guarded:
             client.headers["authorization"] = "Bearer key-50"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 from fastapi import FastAPI
@@ -50,7 +49,7 @@ PROTOCOLS = (
 
 
 def create_http_app(
-    service_provider: Callable[[], TurnService],
+    service: TurnService,
     *,
     keys: KeyRing = NO_KEYS,
     rules: ApiRules = DEFAULT_RULES,
@@ -63,13 +62,13 @@ def create_http_app(
 ) -> FastAPI:
     """The HTTP application.
 
-    `service_provider` is called for each request: the service may start after the application. If there are `keys`,
-    calls need one of them. Without `operators`, calls that are for operators are refused. `background`: the responses
-    that run after their requests have returned; the caller stops them. With None there are no other front ends, and
-    these responses end with the process. `metrics` counts the requests; `recorder` logs and traces them.
+    If there are `keys`, calls need one of them. Without `operators`, calls that are for operators are refused.
+    `background`: the responses that run after their requests have returned; the caller stops them. With None there are
+    no other front ends, and these responses end with the process. `metrics` counts the requests; `recorder` logs and
+    traces them.
     """
     app = FastAPI(title="Kedge", summary="Session-native serving of large language models")
-    app.state.service_provider = service_provider
+    app.state.service = service
     app.state.rules = rules
     app.state.background = background or BackgroundResponses()
     app.state.sockets = Sockets(max_websockets)

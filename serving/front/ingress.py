@@ -208,7 +208,7 @@ class Ingress:
     def _app(self, *, operators: bool, tells_id: bool) -> FastAPI:
         args = self._args.ingress
         app = create_http_app(
-            lambda: self.service,
+            self._service,
             keys=self._keys,
             rules=self._rules(),
             max_websockets=args.max_websockets,

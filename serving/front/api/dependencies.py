@@ -20,7 +20,7 @@ from serving.wire.turns import ServiceError
 
 async def get_service(connection: HTTPConnection) -> TurnService:
     """The application's service. Async, because FastAPI would run a plain function on a thread."""
-    service: TurnService = connection.app.state.service_provider()
+    service: TurnService = connection.app.state.service
     return service
 
 

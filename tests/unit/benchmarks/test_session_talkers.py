@@ -40,7 +40,7 @@ class Meddler(httpx.AsyncBaseTransport):
 async def talked(directory: Path, edit: Edit) -> AsyncIterator[tuple[Findings, Talker, httpx.AsyncClient]]:
     """A talker that has had two turns of one session."""
     async with local_service(directory) as service:
-        transport = Meddler(httpx.ASGITransport(create_http_app(lambda: service)), edit)
+        transport = Meddler(httpx.ASGITransport(create_http_app(service)), edit)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://localhost", timeout=30.0
         ) as client:

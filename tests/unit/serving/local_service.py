@@ -141,7 +141,7 @@ def client_of(app: FastAPI) -> httpx.AsyncClient:
 async def local_client(directory: Path) -> AsyncIterator[tuple[httpx.AsyncClient, LocalService]]:
     async with (
         local_service(directory) as service,
-        client_of(create_http_app(lambda: service, metrics=service.metrics)) as client,
+        client_of(create_http_app(service, metrics=service.metrics)) as client,
     ):
         yield client, service
 

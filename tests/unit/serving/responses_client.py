@@ -52,7 +52,7 @@ class Served:
 async def served_responses(directory: Path) -> AsyncIterator[Served]:
     async with (
         local_service(directory) as service,
-        http_server(create_http_app(lambda: service)) as url,
+        http_server(create_http_app(service)) as url,
         openai_at(url) as client,
     ):
         yield Served(client, service)

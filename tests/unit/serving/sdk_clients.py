@@ -32,11 +32,11 @@ def anthropic_at(url: str, key: str = "none", *, max_retries: int = 0) -> anthro
 
 @asynccontextmanager
 async def openai_of(service: TurnService) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with http_server(create_http_app(lambda: service)) as url, openai_at(url) as client:
+    async with http_server(create_http_app(service)) as url, openai_at(url) as client:
         yield client
 
 
 @asynccontextmanager
 async def anthropic_of(service: TurnService) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    async with http_server(create_http_app(lambda: service)) as url, anthropic_at(url) as client:
+    async with http_server(create_http_app(service)) as url, anthropic_at(url) as client:
         yield client

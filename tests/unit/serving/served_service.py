@@ -51,7 +51,7 @@ def served_service(directory: Path, **options: Any) -> Iterator[ServedService]:
     async def serve() -> None:
         async with (
             local_service(directory) as service,
-            http_server(create_http_app(lambda: service, **options)) as address,
+            http_server(create_http_app(service, **options)) as address,
         ):
             came_up.append(ServedService(address, service, asyncio.get_running_loop()))
             up.set()

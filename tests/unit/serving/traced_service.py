@@ -63,7 +63,7 @@ async def traced_service(
             )
         )
         failover.service.beat()
-        app = create_http_app(lambda: failover.service, recorder=Recorder(logs or LogsArgs(), front))
+        app = create_http_app(failover.service, recorder=Recorder(logs or LogsArgs(), front))
         address = await stack.enter_async_context(http_server(app, root_path=root_path))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=address, timeout=30.0))
         yield Traced(client, failover, collector, [front, replicas])

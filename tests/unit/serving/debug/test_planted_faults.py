@@ -187,7 +187,7 @@ async def test_the_call_is_for_operators_and_its_body_is_checked(tmp_path: Path)
     async with local_service(tmp_path) as service:
 
         def app(**options: Any) -> FastAPI:
-            served = create_http_app(lambda: service, **options)
+            served = create_http_app(service, **options)
             served.include_router(routes(plant, mend))
             return served
 
@@ -204,7 +204,7 @@ async def test_the_call_is_for_operators_and_its_body_is_checked(tmp_path: Path)
 
 
 async def test_there_is_no_such_path_where_it_is_off(tmp_path: Path) -> None:
-    async with local_service(tmp_path) as service, client_of(create_http_app(lambda: service)) as client:
+    async with local_service(tmp_path) as service, client_of(create_http_app(service)) as client:
         assert (await client.post(PATH, json={"kind": "leak_page"})).status_code == 404
 
 

@@ -32,7 +32,7 @@ def app_options() -> dict[str, Any]:
 
 @pytest.fixture
 def app(service: LocalService, app_options: dict[str, Any]) -> FastAPI:
-    return create_http_app(lambda: service, metrics=service.metrics, **app_options)
+    return create_http_app(service, metrics=service.metrics, **app_options)
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ BY_USER_ID = {"metadata": {"user_id": "ann"}}
 async def served(directory: Path, rules: AffinityRules) -> AsyncIterator[tuple[str, LocalService]]:
     async with (
         local_service(Path(tempfile.mkdtemp(dir=directory))) as service,
-        http_server(create_http_app(lambda: service, rules=ApiRules(affinity_rules=rules))) as url,
+        http_server(create_http_app(service, rules=ApiRules(affinity_rules=rules))) as url,
     ):
         yield url, service
 

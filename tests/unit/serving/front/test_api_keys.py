@@ -62,7 +62,7 @@ async def test_any_of_the_keys_will_do(client: httpx.AsyncClient, given: str) ->
 
 
 async def test_every_other_path_is_shut(service: LocalService) -> None:
-    app = create_http_app(lambda: service, keys=RING)
+    app = create_http_app(service, keys=RING)
     paths = set(app.openapi()["paths"]) | {"/docs", "/openapi.json", "/nothing", "/health/", "/metrics/x"}
     assert paths > OPEN_PATHS
     async with client_of(app) as client:

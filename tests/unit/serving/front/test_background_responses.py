@@ -81,7 +81,7 @@ async def front_ends(directory: Path, count: int) -> AsyncIterator[FrontEnds]:
         cluster = FrontEnds(service)
         for _ in range(count):
             member = FrontEnd(cluster)
-            app = create_http_app(lambda: service, keys=RING, background=member.background)
+            app = create_http_app(service, keys=RING, background=member.background)
             url = await stack.enter_async_context(http_server(app))
             member.client, member.others = [
                 await stack.enter_async_context(openai_at(url, key)) for key in ("key-a", "key-b")

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.rules import ApiRules
 from serving.front.http import create_http_app
-from serving.wire.turns import ErrorInfo
 from tests.unit.serving.local_service import LocalService, client_of
 
 CHAT = "/v1/chat/completions"
@@ -27,6 +26,9 @@ HELLO = {"role": "user", "content": "hi"}
 HUGE = 10**30
 SEARCHED = {"type": "custom", "custom": {"name": "f", "format": {"type": "web_search"}}}
 CALL_OF_SEARCH = {"role": "assistant", "tool_calls": [{"id": "c", "type": "web_search"}]}
+NO_SERVICE: Any = None
+"""Bad bodies never reach a service."""
+
 FORMAT_SCHEMA = "response_format.json_schema.schema"
 GENERATE_SCHEMA = "sampling_params.json_schema"
 
@@ -265,7 +267,7 @@ NOT_JSON = [
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, GENERATE, OPEN])
 async def test_what_is_not_json(path: str) -> None:
-    async with client_of(create_http_app(_no_service)) as client:
+    async with client_of(create_http_app(NO_SERVICE)) as client:
         for raw in NOT_JSON:
             reply = await client.post(path, content=raw, headers={"content-type": "application/json"})
             check_shape(path, reply)
@@ -273,7 +275,7 @@ async def test_what_is_not_json(path: str) -> None:
 
 @pytest.mark.parametrize("path", [CHAT, GENERATE])
 async def test_what_is_not_declared_as_json(path: str) -> None:
-    async with client_of(create_http_app(_no_service)) as client:
+    async with client_of(create_http_app(NO_SERVICE)) as client:
         for kind in ("text/plain", "application/x-www-form-urlencoded"):
             reply = await client.post(path, content=b'{"text": "a"}', headers={"content-type": kind})
             assert "application/json" in check_shape(path, reply)["message"]
@@ -281,7 +283,7 @@ async def test_what_is_not_declared_as_json(path: str) -> None:
 
 @pytest.mark.parametrize("path", [CHAT, GENERATE, "/v1/kedge/sessions"])
 async def test_an_encoded_body_is_refused_by_its_encoding(path: str) -> None:
-    async with client_of(create_http_app(_no_service)) as client:
+    async with client_of(create_http_app(NO_SERVICE)) as client:
         headers = {"content-type": "application/json", "content-encoding": "GZip"}
         reply = await client.post(path, content=gzip.compress(b"{}"), headers=headers)
         assert reply.status_code == 415
@@ -301,7 +303,7 @@ async def test_an_encoded_body_is_refused_by_its_encoding(path: str) -> None:
 )
 async def test_an_unknown_type_of_tool_is_refused_by_its_name(field: str, body: dict[str, Any]) -> None:
     """It used to be told that 'function' is expected, as if custom tools were refused, too."""
-    async with client_of(create_http_app(_no_service)) as client:
+    async with client_of(create_http_app(NO_SERVICE)) as client:
         error = check_shape(CHAT, await client.post(CHAT, json={"messages": [HELLO], **body}))
         assert (error["param"], error["code"]) == (field, "unsupported_field")
         assert error["message"] == f"{field}: 'web_search' is not supported here."
@@ -310,7 +312,7 @@ async def test_an_unknown_type_of_tool_is_refused_by_its_name(field: str, body: 
 @pytest.mark.parametrize("path", ["/v1/completions", GENERATE])
 @pytest.mark.parametrize("declared", [True, False])
 async def test_bodies_have_a_limit(path: str, declared: bool) -> None:
-    app = create_http_app(_no_service, rules=ApiRules(body_limits=lambda: BodyLimits(size_bytes=1000)))
+    app = create_http_app(NO_SERVICE, rules=ApiRules(body_limits=lambda: BodyLimits(size_bytes=1000)))
     body = json.dumps({"prompt": "a" * 2000}).encode()
 
     async def pieces() -> Any:
@@ -335,7 +337,7 @@ async def test_bodies_have_a_limit(path: str, declared: bool) -> None:
     ],
 )
 async def test_wrong_paths_and_methods(method: str, path: str, status: int) -> None:
-    async with client_of(create_http_app(_no_service)) as client:
+    async with client_of(create_http_app(NO_SERVICE)) as client:
         reply = await client.request(method, path)
         assert reply.status_code == status
         check_shape(path, reply)
@@ -348,7 +350,7 @@ async def test_wrong_paths_and_methods(method: str, path: str, status: int) -> N
     ids=lambda value: value[:8],
 )
 async def test_bad_headers_are_named(name: str, value: bytes) -> None:
-    async with client_of(create_http_app(_no_service)) as client:
+    async with client_of(create_http_app(NO_SERVICE)) as client:
         reply = await client.post(CHAT, json={"messages": [HELLO]}, headers={name: value})
         assert reply.status_code == 400
         assert check_shape(CHAT, reply)["param"] == name
@@ -361,11 +363,6 @@ async def test_a_session_takes_one_plain_generation(client: httpx.AsyncClient, b
     reply = await client.post(COMPLETIONS, json=body, headers={"x-session-id": "s"})
     assert check_shape(COMPLETIONS, reply)["param"] in body
     assert (await client.get("/v1/kedge/sessions")).json()["sessions"] == []
-
-
-def _no_service() -> Any:
-    """A stand-in for the service. Bad bodies never reach a service, so nothing of it may be used."""
-    return ErrorInfo(500, "unused", "unused")
 
 
 json_values = st.recursive(

@@ -28,7 +28,7 @@ async def serving(
     tmp_path: Path, rules: BrowserRules = NO_RULES, **options: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, LocalService]]:
     async with local_service(tmp_path) as service:
-        app = create_http_app(lambda: service, browser_rules=rules, **options)
+        app = create_http_app(service, browser_rules=rules, **options)
         async with client_of(app) as client:
             yield client, service
 

@@ -33,7 +33,7 @@ ALLOWED = {"mode": "auto", "tools": [{"type": "custom", "custom": {"name": "othe
 
 
 async def asked(service: TellingService, **body: Any) -> Any:
-    async with client_of(create_http_app(lambda: service)) as client:
+    async with client_of(create_http_app(service)) as client:
         return await client.post(CHAT, json={"messages": [ASKED], "tools": [CLOCK, NOTE], **body})
 
 

@@ -25,7 +25,7 @@ async def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     settings = {"controller": {"commit_patience_s": PATIENCE_S}}
     async with running_rig(tmp_path, settings=settings, text=small_text()) as rig:
         service = LocalService(rig, failover_timeout_s=PATIENCE_S)
-        async with client_of(create_http_app(lambda: service, metrics=service.metrics)) as client:
+        async with client_of(create_http_app(service, metrics=service.metrics)) as client:
             yield client
 
 

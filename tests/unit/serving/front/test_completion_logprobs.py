@@ -37,7 +37,7 @@ class Scored(TellingService):
 )
 async def test_the_token_itself_is_among_the_likeliest(most: int, expected: list[dict[str, float]]) -> None:
     asked: dict[str, Any] = {"prompt": "a", "logprobs": most}
-    async with client_of(create_http_app(lambda: Scored())) as client:
+    async with client_of(create_http_app(Scored())) as client:
         whole = (await client.post("/v1/completions", json=asked)).json()
         echoed = (await client.post("/v1/completions", json=asked | {"echo": True})).json()
         named = (

@@ -55,7 +55,7 @@ class Scene:
 
 @pytest.fixture
 async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
-    async with local_service(tmp_path) as service, http_server(create_http_app(lambda: service)) as url:
+    async with local_service(tmp_path) as service, http_server(create_http_app(service)) as url:
         yield Scene(service, url)
 
 

@@ -17,19 +17,16 @@ from serving.front.http import create_http_app
 from tests.unit.serving.local_service import client_of
 
 ROOT = Path(__file__).parents[4]
+NO_SERVICE: Any = None
 RING = KeyRing({API_KEYS: "key-a=acme", OPERATOR_KEYS: "key-o"})
 FILES = sorted(path.name for path in FOLDER.iterdir())
 REFERENCE = re.compile(r"""(?:src|href)="(?!#)([^"]+)"|from "([^"]+)"|import\("([^"]+)"\)|url\(([^)]+)\)""")
 FOREIGN = re.compile(r"https?://(?!www\.w3\.org/2000/svg)|//cdn|@import|innerHTML|insertAdjacentHTML|eval\(")
 
 
-def no_service() -> Any:
-    raise AssertionError("files need no service")
-
-
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(create_http_app(no_service, keys=RING)) as client:
+    async with client_of(create_http_app(NO_SERVICE, keys=RING)) as client:
         yield client
 
 
@@ -93,7 +90,7 @@ async def test_a_slash_at_the_end_leads_to_the_page(client: httpx.AsyncClient) -
 
 
 async def test_where_operators_have_a_port_of_their_own_it_is_there_only() -> None:
-    async with client_of(create_http_app(no_service, operators=False)) as client:
+    async with client_of(create_http_app(NO_SERVICE, operators=False)) as client:
         assert (await client.get("/console")).status_code == 404
 
 

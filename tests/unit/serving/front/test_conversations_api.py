@@ -122,7 +122,7 @@ async def test_it_survives_front_ends_and_moves(service: LocalService, streams: 
     items: list[dict[str, Any]] = []
     conversation_id = None
     for text in ("one", "two", "three"):
-        async with http_server(create_http_app(lambda: service)) as url, openai_at(url) as client:
+        async with http_server(create_http_app(service)) as url, openai_at(url) as client:
             conversation_id = conversation_id or (await client.conversations.create()).id
             items.append(user(text))
             answer: Any = await client.responses.create(

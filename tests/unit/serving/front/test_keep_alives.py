@@ -30,7 +30,7 @@ NEVER_S = 3600.0
 @asynccontextmanager
 async def served(directory: Path, keep_alive_s: float) -> AsyncIterator[tuple[str, LocalService]]:
     async with local_service(directory) as service:
-        app = create_http_app(lambda: service, rules=ApiRules(keep_alive_s=keep_alive_s))
+        app = create_http_app(service, rules=ApiRules(keep_alive_s=keep_alive_s))
         async with http_server(app) as url:
             yield url, service
 
@@ -164,7 +164,7 @@ async def test_a_refusal_has_a_status_unless_a_comment_came_first(tmp_path: Path
         body = PATHS["/v1/completions"] | {"stream": True}
         headers = {"x-session-id": "s"}
         async with (
-            http_server(create_http_app(lambda: service, rules=ApiRules(keep_alive_s=OFTEN_S))) as url,
+            http_server(create_http_app(service, rules=ApiRules(keep_alive_s=OFTEN_S))) as url,
             http_at(url) as client,
         ):
             async with client.stream("POST", "/v1/completions", json=body, headers=headers) as reply:
@@ -176,7 +176,7 @@ async def test_a_refusal_has_a_status_unless_a_comment_came_first(tmp_path: Path
             assert json.loads(lines[0].removeprefix("data: "))["error"]["code"] == "store_unavailable"
             assert lines[1:] == ["data: [DONE]"]
         async with (
-            http_server(create_http_app(lambda: service, rules=ApiRules(keep_alive_s=NEVER_S))) as url,
+            http_server(create_http_app(service, rules=ApiRules(keep_alive_s=NEVER_S))) as url,
             http_at(url) as client,
         ):
             refused = await client.post("/v1/completions", json=body, headers=headers)

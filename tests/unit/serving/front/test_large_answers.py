@@ -76,7 +76,7 @@ async def test_an_answer_is_the_same_however_little_is_written_at_a_time(
 async def test_each_event_of_generate_tells_all_log_probabilities_so_far(tmp_path: Path) -> None:
     async with (
         local_service(tmp_path) as service,
-        client_of(create_http_app(lambda: service)) as client,
+        client_of(create_http_app(service)) as client,
     ):
         whole = await told(client, "/generate", stream=False)
         events = await told(client, "/generate", stream=True)
@@ -98,7 +98,7 @@ async def test_events_that_tell_everything_so_far_are_fewer_once_they_are_large(
     monkeypatch.setattr(session_replies, "LARGE_EVENT_BYTES", 4096)
     async with (
         local_service(tmp_path) as service,
-        client_of(create_http_app(lambda: service)) as client,
+        client_of(create_http_app(service)) as client,
     ):
         sampling = {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True}
         asked = ASKED["/generate"] | {"sampling_params": sampling}

@@ -162,9 +162,7 @@ async def test_others_are_served_while_a_large_body_is_counted(tmp_path: Path) -
             turns += 1
 
     async with local_service(tmp_path) as service:
-        app = create_http_app(
-            lambda: service, rules=ApiRules(body_limits=lambda: BodyLimits.of_context(131_072))
-        )
+        app = create_http_app(service, rules=ApiRules(body_limits=lambda: BodyLimits.of_context(131_072)))
         noting = asyncio.create_task(note_turns())
         async with client_of(app) as client:
             body = b'{"user":"' + b"\\" * (8 * MIB) + b'"}'

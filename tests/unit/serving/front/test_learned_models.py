@@ -87,7 +87,7 @@ async def test_a_name_is_answered_while_its_model_is_served() -> None:
         replies = {name: await http.get(f"/v1/models/{name}") for name in names}
         return {name: reply.json()["root"] for name, reply in replies.items() if reply.status_code != 404}
 
-    async with client_of(create_http_app(lambda: client)) as http:
+    async with client_of(create_http_app(client)) as http:
         assert await named() == {"former": "/models/former", "chat": "/models/former", "new": "org/a"}
         replicas.models = [FORMER, NEW]
         await client.learn_model()

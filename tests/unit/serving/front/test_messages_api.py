@@ -134,7 +134,7 @@ def test_thoughts_are_a_block_of_their_own() -> None:
 
 async def test_events_have_names_and_an_end_of_their_own() -> None:
     service = TellingService("a", "b")
-    async with client_of(create_http_app(lambda: service)) as client:
+    async with client_of(create_http_app(service)) as client:
         reply = await client.post(f"{PATH}?beta=true", json=GOOD | {"stream": True})
     events = [event.split("\n") for event in reply.text.strip().split("\n\n")]
     names = [name.removeprefix("event: ") for name, _ in events]
@@ -155,7 +155,7 @@ async def test_events_have_names_and_an_end_of_their_own() -> None:
 
 async def test_a_turn_that_is_aborted_is_an_error() -> None:
     service = TellingService("a", finish=TurnFinish("abort"))
-    async with client_of(create_http_app(lambda: service)) as client:
+    async with client_of(create_http_app(service)) as client:
         assert (await client.post(PATH, json=GOOD)).status_code == 499
         told = (await client.post(PATH, json=GOOD | {"stream": True})).text.strip().split("\n\n")[-1]
     assert told.startswith("event: error\n")

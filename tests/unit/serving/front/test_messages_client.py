@@ -145,7 +145,7 @@ async def test_the_tool_runner_goes_on_without_threads() -> None:
 
 async def test_keys(service: LocalService) -> None:
     keys = KeyRing({API_KEYS: "right"})
-    async with http_server(create_http_app(lambda: service, keys=keys)) as url:
+    async with http_server(create_http_app(service, keys=keys)) as url:
         async with anthropic_at(url, "right") as client:
             assert (await client.messages.create(**ASKED)).usage.output_tokens == 20
         async with anthropic_at(url, "wrong") as client:

@@ -70,7 +70,7 @@ async def test_what_is_too_long_for_the_pool_is_named(
 ) -> None:
     async with running_rig(tmp_path, text=small_text(), num_pages=32) as rig:
         service = LocalService(rig)
-        async with client_of(create_http_app(lambda: service)) as client:
+        async with client_of(create_http_app(service)) as client:
             reply = await client.post(path, json=body)
             streamed = await client.post(path, json=body | {"stream": True})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)

@@ -44,7 +44,7 @@ async def test_a_message_is_named_as_it_was_sent_also_where_it_is_only_counted(
         fields["max_tokens"] = 4
     async with running_rig(tmp_path, text=text) as rig:
         service = LocalService(rig)
-        async with client_of(create_http_app(lambda: service)) as client:
+        async with client_of(create_http_app(service)) as client:
             reply = await client.post(path, json=fields)
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]

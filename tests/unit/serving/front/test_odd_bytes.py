@@ -118,7 +118,7 @@ def test_addresses_of_any_bytes_are_answered(
 )
 async def test_a_query_of_any_bytes_is_no_error_of_the_servers(service: LocalService, path: str) -> None:
     """uvicorn lets no bytes through that are not ASCII, but another server may."""
-    app = create_http_app(lambda: service)
+    app = create_http_app(service)
     replies: list[Any] = []
 
     async def send(message: Any) -> None:

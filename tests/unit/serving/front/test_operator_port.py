@@ -26,10 +26,10 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("ring", [KeyRing({}), KeyRing(KEYS)], ids=["no keys", "keys"])
 async def test_operators_calls_are_taken_there_and_nowhere_else(service: LocalService, ring: KeyRing) -> None:
-    public = create_http_app(lambda: service, keys=ring, operators=False)
+    public = create_http_app(service, keys=ring, operators=False)
     address = (HOST, free_port())
     port, url = (
-        OperatorPort(create_http_app(lambda: service, keys=ring), address),
+        OperatorPort(create_http_app(service, keys=ring), address),
         "http://{}:{}".format(*address),
     )
     try:
@@ -52,7 +52,7 @@ async def test_operators_calls_are_taken_there_and_nowhere_else(service: LocalSe
 
 async def test_front_ends_of_a_machine_share_it(service: LocalService) -> None:
     address = (HOST, free_port())
-    first, second = (OperatorPort(create_http_app(lambda: service), address) for _ in range(2))
+    first, second = (OperatorPort(create_http_app(service), address) for _ in range(2))
     await first.stop()
     async with httpx.AsyncClient() as client:
         reply = await client.get(f"http://{HOST}:{address[1]}{FOR_OPERATORS}")
@@ -64,4 +64,4 @@ async def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server((HOST, 0)) as taken:
         address = (HOST, int(taken.getsockname()[1]))
         with pytest.raises(SettingsError, match=rf"ingress.operator_port: cannot listen at {HOST}:\d+"):
-            OperatorPort(create_http_app(lambda: None), address)  # type: ignore[arg-type,return-value]
+            OperatorPort(create_http_app(None), address)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ async def one_at_a_time(directory: Path) -> AsyncIterator[tuple[httpx.AsyncClien
     """A service on a replica that runs one request at a time. Clients may give priorities."""
     async with running_rig(directory, text=small_text(), max_running=1) as rig:
         service = LocalService(rig)
-        app = create_http_app(lambda: service, rules=ApiRules(request_priority=True))
+        app = create_http_app(service, rules=ApiRules(request_priority=True))
         async with client_of(app) as client:
             yield client, service
 
@@ -127,7 +127,7 @@ async def test_urgent_turns_take_nothing_from_the_turn_that_runs(tmp_path: Path)
     """The pool is too small for all sessions' turns at a time. All turns are committed, whatever overtakes them."""
     async with running_rig(tmp_path, text=small_text(), num_pages=48) as rig:
         service = LocalService(rig)
-        app = create_http_app(lambda: service, rules=ApiRules(request_priority=True))
+        app = create_http_app(service, rules=ApiRules(request_priority=True))
         async with client_of(app) as client:
 
             async def talk(round_number: int, index: int) -> list[int]:

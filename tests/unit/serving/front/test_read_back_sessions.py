@@ -247,7 +247,7 @@ async def test_an_answer_that_is_opened_otherwise_later_takes_no_words_along(tmp
     )
     async with running_rig(tmp_path, text=text) as rig, AsyncExitStack() as stack:
         service = LocalService(rig)
-        client = await stack.enter_async_context(client_of(create_http_app(lambda: service)))
+        client = await stack.enter_async_context(client_of(create_http_app(service)))
         told: list[str] = []
         for turn in range(4):
             goes_on = {"previous_response_id": told[-1]} if told else {}

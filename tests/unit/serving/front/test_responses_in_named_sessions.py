@@ -112,7 +112,7 @@ async def test_another_history_is_named_in_the_requests_own_parts(
         ),
         ("/v1/messages", {"system": rules, "messages": turns, "max_tokens": MOST}, in_messages),
     ):
-        async with client_of(create_http_app(lambda: served.service)) as client:
+        async with client_of(create_http_app(served.service)) as client:
             reply = await client.post(path, json=body, headers=headers)
         assert reply.status_code == 409
         assert reply.json()["error"]["message"].startswith(f"{named}: the history of session '{SESSION}'")
@@ -223,7 +223,7 @@ async def test_a_turn_with_a_key_runs_once(served: Served) -> None:
 async def test_calls_have_the_ids_that_chat_gives_them() -> None:
     """An id is that of the turn, whichever protocol reads it: a repeated turn has the same calls."""
     service = TellingService(CALL)
-    async with client_of(create_http_app(lambda: service)) as client:
+    async with client_of(create_http_app(service)) as client:
         asked = {"input": "Weather?", "tools": [TOOL]}
         reply = await client.post("/v1/responses", json=asked, headers=NAMED)
         (call,) = reply.json()["output"]

@@ -233,7 +233,7 @@ async def test_fields_of_http_that_say_nothing_here_may_be_sent(socket: RawSocke
 
 
 async def test_unknown_fields_that_may_pass_are_told(service: LocalService) -> None:
-    app = create_http_app(lambda: service, rules=ApiRules(ignore_unknown_fields=True))
+    app = create_http_app(service, rules=ApiRules(ignore_unknown_fields=True))
     async with http_server(app) as url, opened(url) as socket:
         await socket.create("a", mood=1)
         first, *others = await socket.events()
@@ -243,7 +243,7 @@ async def test_unknown_fields_that_may_pass_are_told(service: LocalService) -> N
 
 async def test_lanes_run_at_once_and_each_in_order(service: LocalService) -> None:
     held = HeldTurns(service)
-    async with http_server(create_http_app(lambda: held)) as url, opened(url) as socket:  # type: ignore[arg-type, return-value]
+    async with http_server(create_http_app(held)) as url, opened(url) as socket:  # type: ignore[arg-type]
         for text, lane in (("first", "a"), ("second", "a"), ("other", "b"), ("unnamed", None)):
             await socket.create(text, store=False, **({} if lane is None else {"stream_id": lane}))
         while len(held.asked) < 3:
@@ -265,7 +265,7 @@ async def test_only_so_many_responses_run_at_once(
 ) -> None:
     monkeypatch.setattr(responses_socket, "MOST_RESPONSES", 2)
     held = HeldTurns(service)
-    async with http_server(create_http_app(lambda: held)) as url, opened(url) as socket:  # type: ignore[arg-type, return-value]
+    async with http_server(create_http_app(held)) as url, opened(url) as socket:  # type: ignore[arg-type]
         for lane in "abc":
             await socket.create(lane, stream_id=lane)
         await asyncio.sleep(0.2)
@@ -297,7 +297,7 @@ async def test_a_fork_goes_on_from_another_lane(socket: RawSocket) -> None:
 
 async def test_an_answer_that_breaks_off_is_a_failed_response() -> None:
     service = BreakingService("some ", "text")
-    async with http_server(create_http_app(lambda: service)) as url, opened(url) as socket:  # type: ignore[arg-type, return-value]
+    async with http_server(create_http_app(service)) as url, opened(url) as socket:  # type: ignore[arg-type]
         await socket.create("one", store=False, stream_id="lane")
         *_, last_event = await socket.events()
         assert last_event["type"] == "response.failed"

@@ -24,7 +24,7 @@ KEY = {"authorization": "Bearer k"}
 async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     async with (
         local_service(tmp_path) as service,
-        http_server(create_http_app(lambda: service, keys=RING), root_path="/llm") as url,
+        http_server(create_http_app(service, keys=RING), root_path="/llm") as url,
         http_at(url, timeout=30.0) as client,
     ):
         yield client

@@ -80,7 +80,7 @@ class Scene:
 async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
     async with running_failover(tmp_path) as failover:
         failover.open_session(SESSION)
-        async with http_server(create_http_app(lambda: failover.service)) as url:
+        async with http_server(create_http_app(failover.service)) as url:
             cutter = Cutter(int(url.rpartition(":")[2]))
             server = await asyncio.start_server(cutter.serve, "127.0.0.1", 0)
             port = server.sockets[0].getsockname()[1]

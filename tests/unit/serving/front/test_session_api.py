@@ -99,7 +99,7 @@ async def test_logprobs(client: httpx.AsyncClient) -> None:
 async def test_incremental_streams_tell_what_is_new(service: LocalService) -> None:
     """Each event used to repeat all text before it: 400 tokens took 276 kB."""
     body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY, "return_logprob": True, "logprob_start_len": 0}
-    app = create_http_app(lambda: service, rules=ApiRules(incremental_streaming_output=True))
+    app = create_http_app(service, rules=ApiRules(incremental_streaming_output=True))
     async with client_of(app) as client:
         whole = (await client.post("/generate", json=body)).json()
         stream = (await client.post("/generate", json={**body, "stream": True})).text

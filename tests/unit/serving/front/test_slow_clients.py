@@ -37,7 +37,7 @@ ASKED = {
 
 @asynccontextmanager
 async def served(directory: Path) -> AsyncIterator[tuple[LocalService, str, int]]:
-    async with local_service(directory) as service, http_server(create_http_app(lambda: service)) as url:
+    async with local_service(directory) as service, http_server(create_http_app(service)) as url:
         address = urlsplit(url)
         yield service, address.hostname or "", address.port or 0
 

@@ -33,7 +33,7 @@ async def served(directory: Path, **options: Any) -> AsyncIterator[tuple[str, Lo
     async with (
         asyncio.timeout(WAIT_S),
         local_service(directory) as service,
-        http_server(create_http_app(lambda: service, **options)) as url,
+        http_server(create_http_app(service, **options)) as url,
     ):
         yield url, service
 
@@ -123,7 +123,7 @@ async def test_a_server_that_cannot_answer_a_handshake_closes_it(tmp_path: Path)
         return {"type": "websocket.connect"}
 
     async with local_service(tmp_path) as service:
-        app = create_http_app(lambda: service, keys=KEYS)
+        app = create_http_app(service, keys=KEYS)
         headers = [(b"host", b"localhost")]
         scope = {"type": "websocket", "path": "/v1/responses", "headers": headers, "query_string": b""}
         await app(scope, receive, send)
@@ -174,7 +174,7 @@ async def test_the_idlest_gives_way_to_a_new_one(tmp_path: Path) -> None:
 async def test_where_all_are_busy_no_other_is_taken(tmp_path: Path) -> None:
     async with asyncio.timeout(WAIT_S), local_service(tmp_path) as service:
         held = HeldTurns(service)
-        app = create_http_app(lambda: held, max_websockets=1)  # type: ignore[arg-type, return-value]
+        app = create_http_app(held, max_websockets=1)  # type: ignore[arg-type]
         async with http_server(app) as url, opened(url) as socket:
             await socket.create("one")
             while not held.asked:
@@ -192,7 +192,7 @@ async def test_a_connection_lasts_only_so_long(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(sockets, "LIFETIME_S", 1.0)
     async with asyncio.timeout(WAIT_S), local_service(tmp_path) as service:
         held = HeldTurns(service)
-        app = create_http_app(lambda: held)  # type: ignore[arg-type, return-value]
+        app = create_http_app(held)  # type: ignore[arg-type]
         # The test waits for the idle connection's end. The busy one's time is over before that.
         async with http_server(app) as url, opened(url) as busy, opened(url) as idle:
             await busy.create("begun in time")
@@ -211,7 +211,7 @@ async def test_a_connection_lasts_only_so_long(tmp_path: Path, monkeypatch: pyte
 async def test_what_is_not_answered_yet_is_bounded(tmp_path: Path, large: bool) -> None:
     async with asyncio.timeout(WAIT_S), local_service(tmp_path) as service:
         held = HeldTurns(service)
-        app = create_http_app(lambda: held)  # type: ignore[arg-type, return-value]
+        app = create_http_app(held)  # type: ignore[arg-type]
         async with http_server(app) as url, opened(url) as socket:
             count, padding = (5, 14 * 1024 * 1024) if large else (sockets.MOST_MESSAGES + 1, 0)
             with suppress(ConnectionClosed):
@@ -237,7 +237,7 @@ async def test_a_turn_that_fails_as_it_is_cancelled_does_not_keep_its_connection
     """The failure used to replace the cancellation, so the next message of the lane was answered, and so on forever."""
     async with asyncio.timeout(WAIT_S), local_service(tmp_path) as service:
         held = BadlyEnding(service)
-        app = create_http_app(lambda: held)  # type: ignore[arg-type, return-value]
+        app = create_http_app(held)  # type: ignore[arg-type]
         async with http_server(app) as url, opened(url) as socket:
             for _ in range(2):
                 await socket.create("one", store=False)
@@ -271,7 +271,7 @@ async def test_what_nobody_reads_ends_and_leaves_no_turn(
 
 async def test_a_server_that_stops_says_so(tmp_path: Path) -> None:
     async with asyncio.timeout(WAIT_S), local_service(tmp_path) as service:
-        app = create_http_app(lambda: service)
+        app = create_http_app(service)
         async with http_server(app) as url:
             opening = opened(url)
             socket = await opening.__aenter__()

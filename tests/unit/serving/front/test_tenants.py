@@ -192,7 +192,7 @@ async def test_a_generated_health_check_is_a_turn_of_its_callers_tenant(tmp_path
     """It was one of the tenant without a name: it passed the caller's limit of turns, and used up that tenant's."""
     async with (
         local_service(tmp_path) as service,
-        client_of(create_http_app(lambda: service, keys=RING)) as client,
+        client_of(create_http_app(service, keys=RING)) as client,
     ):
         assert (await client.get("/health_generate", headers=key("acmes"))).status_code == 200
     assert [call.tenant for call in service.calls] == ["acme"]

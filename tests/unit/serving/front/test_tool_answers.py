@@ -29,7 +29,7 @@ ASKED = {"role": "user", "content": "What is the weather in Bern?"}
 async def answer(
     service: TellingService, headers: dict[str, str] | None = None, **body: Any
 ) -> dict[str, Any]:
-    async with client_of(create_http_app(lambda: service)) as client:
+    async with client_of(create_http_app(service)) as client:
         asked = {"messages": [ASKED], "tools": [TOOL], **body}
         reply = await client.post(CHAT, json=asked, headers=headers)
         assert reply.status_code == 200, reply.text
@@ -38,7 +38,7 @@ async def answer(
 
 
 async def chunks(service: TellingService, headers: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    async with client_of(create_http_app(lambda: service)) as client:
+    async with client_of(create_http_app(service)) as client:
         asked = {"messages": [ASKED], "tools": [TOOL], "stream": True}
         lines = (await client.post(CHAT, json=asked, headers=headers)).text.split("\n\n")
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]

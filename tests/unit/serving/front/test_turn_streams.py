@@ -30,7 +30,7 @@ async def until(condition: Callable[[], bool]) -> None:
 @asynccontextmanager
 async def slow_server(directory: Path) -> AsyncIterator[tuple[str, LocalService]]:
     """A server whose steps take 20 ms, so that 500 tokens would take ten seconds."""
-    async with local_service(directory) as service, http_server(create_http_app(lambda: service)) as url:
+    async with local_service(directory) as service, http_server(create_http_app(service)) as url:
         service.rig.runner.step_s = 0.02
         yield url, service
 
@@ -114,7 +114,7 @@ BREAKS = [
 async def test_a_stream_that_breaks_off_says_so(breaks: object, message: str, path: str) -> None:
     inputs = {"/generate": {"text": "a"}, "/v1/completions": {"prompt": "a"}}
     body = inputs.get(path, {"messages": [{"role": "user", "content": "a"}]})
-    async with client_of(create_http_app(lambda: BreakingService(breaks))) as client:
+    async with client_of(create_http_app(BreakingService(breaks))) as client:
         reply = await client.post(path, json={**body, "stream": True})
         assert reply.status_code == 200
         word, error, done = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
@@ -131,7 +131,7 @@ async def test_a_stream_that_breaks_off_says_so(breaks: object, message: str, pa
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_refusal_before_the_first_event_has_a_status(stream: bool, num_prompts: int) -> None:
     service = BreakingService(ServiceError(LOST), at_once=True)
-    async with client_of(create_http_app(lambda: service)) as client:
+    async with client_of(create_http_app(service)) as client:
         body = {"prompt": ["a"] * num_prompts, "stream": stream}
         reply = await client.post("/v1/completions", json=body)
         assert reply.status_code == 503
@@ -145,7 +145,7 @@ async def test_a_refusal_before_the_first_event_has_a_status(stream: bool, num_p
 
 
 async def test_the_unforeseen_is_logged_and_answered(caplog: pytest.LogCaptureFixture) -> None:
-    async with client_of(create_http_app(lambda: BreakingService(None))) as client:
+    async with client_of(create_http_app(BreakingService(None))) as client:
         with caplog.at_level(logging.ERROR):
             reply = await client.get("/metrics")
     assert reply.status_code == 500
@@ -171,7 +171,7 @@ async def test_a_queue_full_of_events_does_not_block_the_end() -> None:
                 raise ServiceError(LOST)
             yield Endless(None)._events()
 
-    async with client_of(create_http_app(lambda: Mixed(None))) as client:
+    async with client_of(create_http_app(Mixed(None))) as client:
         async with asyncio.timeout(60):
             reply = await client.post("/v1/completions", json={"prompt": ["a", "b"]})
         assert reply.status_code == 503
@@ -197,7 +197,7 @@ async def test_the_calls_of_one_request_are_begun_one_by_one() -> None:
             await asyncio.sleep(0)
 
     running = asyncio.create_task(others())
-    async with client_of(create_http_app(lambda: Noting(ServiceError(LOST)))) as client:
+    async with client_of(create_http_app(Noting(ServiceError(LOST)))) as client:
         await client.post("/v1/completions", json={"prompt": ["a"] * 64})
     running.cancel()
     assert most_between == 1

@@ -242,7 +242,7 @@ async def test_a_final_message_is_gone_on_with(client: httpx.AsyncClient, servic
 
 async def test_a_request_may_bring_its_template_where_that_is_allowed(service: LocalService) -> None:
     template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
-    app = create_http_app(lambda: service, rules=ApiRules(request_chat_template=True))
+    app = create_http_app(service, rules=ApiRules(request_chat_template=True))
     async with client_of(app) as client:
         body = {"messages": [HELLO, HELLO], "chat_template": template}
         tokens = await prompt_of(client, service, CHAT, body)
@@ -271,7 +271,7 @@ async def test_a_template_of_a_request_that_fails_is_refused_by_name(
     service: LocalService, template: str
 ) -> None:
     """Errors other than Jinja's own used to be answered with a 500."""
-    app = create_http_app(lambda: service, rules=ApiRules(request_chat_template=True))
+    app = create_http_app(service, rules=ApiRules(request_chat_template=True))
     async with client_of(app) as client:
         reply = await client.post(CHAT, json={"messages": [HELLO], "chat_template": template})
     error = reply.json()["error"]

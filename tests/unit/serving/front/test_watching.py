@@ -297,7 +297,7 @@ async def told_over_http(
 async def served(tmp_path: Path) -> AsyncIterator[tuple[LocalService, httpx.AsyncClient]]:
     async with (
         local_service(tmp_path) as service,
-        http_server(create_http_app(lambda: service, keys=RING)) as address,
+        http_server(create_http_app(service, keys=RING)) as address,
         http_at(address) as client,
     ):
         yield service, client

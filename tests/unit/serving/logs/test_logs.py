@@ -79,7 +79,7 @@ def log() -> Iterator[ServeLog]:
 @asynccontextmanager
 async def served(directory: Path, args: LogsArgs = ALL, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
     async with local_service(directory) as service:
-        yield client_of(create_http_app(lambda: service, recorder=Recorder(args), **options))
+        yield client_of(create_http_app(service, recorder=Recorder(args), **options))
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -180,7 +180,7 @@ async def test_replies_have_the_requests_id(tmp_path: Path) -> None:
 async def test_ray_serve_tells_it_where_it_answers(tmp_path: Path) -> None:
     """Ray Serve adds this header itself, so it would be there twice."""
     async with local_service(tmp_path) as service:
-        app = create_http_app(lambda: service, recorder=Recorder(tells_id=False))
+        app = create_http_app(service, recorder=Recorder(tells_id=False))
         assert "x-request-id" not in (await client_of(app).get("/health")).headers
 
 
@@ -205,7 +205,7 @@ async def test_refusals_and_what_operators_do_are_audit_events(tmp_path: Path, l
     async with local_service(tmp_path) as service:
         another = replace(service.rig.heartbeats.status(), replica_id="replica-b")
         service.cluster.register_replica(another)
-        client = client_of(create_http_app(lambda: service, keys=keys))
+        client = client_of(create_http_app(service, keys=keys))
         await client.post(CHAT, json=body(), headers={"authorization": "Bearer wrong-key"})
         await client.get("/v1/kedge/audit", headers=as_acme)
         await client.get("/v1/kedge/sessions", headers=as_acme | {"x-tenant-id": "other"})
@@ -275,7 +275,7 @@ def test_nobody_writes_a_line_of_the_audit_log_by_a_path(caplog: pytest.LogCaptu
 async def test_a_refused_call_writes_no_more_than_a_line(tmp_path: Path, log: ServeLog) -> None:
     """Its whole path was in the audit log, and so anybody filled that."""
     async with local_service(tmp_path) as service:
-        client = client_of(create_http_app(lambda: service, keys=KeyRing({"KEDGE_API_KEYS": "k1"})))
+        client = client_of(create_http_app(service, keys=KeyRing({"KEDGE_API_KEYS": "k1"})))
         assert (await client.get("/v1/" + "%01" * 5000)).status_code == 401
     assert log.one("kedge.audit")["path"] == "/v1/" + "\x01" * 252
     assert len(log.text) < 5000

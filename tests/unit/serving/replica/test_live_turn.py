@@ -188,7 +188,7 @@ async def test_drafts_reach_both_protocols(tmp_path: Path) -> None:
             prompt, 12, VOCAB_SIZE
         )
         service = LocalService(rig)
-        async with client_of(create_http_app(lambda: service)) as client:
+        async with client_of(create_http_app(service)) as client:
             body = {"prompt": prompt, "temperature": 0, "max_tokens": 12}
             usage = (await client.post("/v1/completions", json=body)).json()["usage"]
             sampling = {"temperature": 0, "max_new_tokens": 12}
