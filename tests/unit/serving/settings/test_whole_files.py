@@ -62,7 +62,9 @@ def test_a_prefix_that_is_no_path_is_refused(tmp_path: Path) -> None:
     """Ray Serve took it, and the ready line named http://127.0.0.1:8000api."""
     path = tmp_path / "cluster.yaml"
     path.write_text(TWO_APPLICATIONS.replace("- args", "- route_prefix: api\n  args"))
-    with pytest.raises(SettingsError, match="route_prefix: a path that begins with / was expected, not 'api'"):
+    with pytest.raises(
+        SettingsError, match="route_prefix: a path that begins with / was expected, not 'api'"
+    ):
         check_file(str(path))
 
 
