@@ -2,9 +2,9 @@
 
     python -m benchmarks.in_process.weight_bandwidth --json weights.json
 
-It first measures every way to multiply that the engine has (engine/models/linear.py), on matrices that together do not
-fit a cache; then whole decode steps of one stream, with a random model of about 500 million parameters. Copy bandwidth
-counts bytes read and written, and is measured again beside every figure: neighbours change it.
+It first measures every way to multiply that the engine has on this CPU (engine/models/linear.py), on matrices that
+together do not fit a cache; then whole decode steps of one stream, with a random model of about 500 million parameters.
+Copy bandwidth counts bytes read and written, and is measured again beside every figure: neighbours change it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.in_process.engine_decode import make_runner, step_call
 from benchmarks.measure import OtherProcesses, Spread, copy_bandwidth, save_record, time_calls
 from engine.models.config import parse_spec
 from engine.models.half_linear import ThreadedHalfLinear, halve_exactly
-from engine.models.linear import Linear, OneDnnLinear, PlainLinear, SlicedLinear
+from engine.models.linear import Linear, OneDnnLinear, PlainLinear, SlicedLinear, packs_bfloat16
 from engine.models.tensor_shapes import tensor_shapes
 from engine.settings import CacheSettings, DTypeName, EngineSettings, ModelSettings
 
@@ -58,6 +58,7 @@ def half(weight: Tensor) -> Linear:
     return ThreadedHalfLinear(halved, None)
 
 
+PACKED_BFLOAT16 = "bfloat16, oneDNN packed"
 WAYS: dict[str, tuple[int, Callable[[Tensor], Linear]]] = {
     # name: bytes per weight, how to make it from bfloat16 values held in float32
     "float32, torch": (4, PlainLinear),
@@ -66,13 +67,15 @@ WAYS: dict[str, tuple[int, Callable[[Tensor], Linear]]] = {
     "float32, oneDNN packed": (4, partial(OneDnnLinear, packed=True)),
     "16 bits exactly": (2, half),
     "bfloat16, torch": (2, lambda weight: PlainLinear(weight.bfloat16())),
-    "bfloat16, oneDNN packed": (2, lambda weight: OneDnnLinear(weight.bfloat16(), packed=True)),
+    PACKED_BFLOAT16: (2, lambda weight: OneDnnLinear(weight.bfloat16(), packed=True)),
 }
 
 
 def measure_way(name: str, shape: tuple[int, int], rows: int) -> dict[str, Any] | None:
     width, make = WAYS[name]
     if rows > 1 and name == "float32, slices":
+        return None
+    if name == PACKED_BFLOAT16 and not packs_bfloat16():
         return None
     count = max(2, round(BYTES_PER_SHAPE / (math.prod(shape) * width)))
     weights = [(torch.randn(shape) * 0.05).bfloat16().float() for _ in range(2)]
