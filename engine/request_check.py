@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cache.sequence_kv import pages_for
 from engine.api import (
@@ -22,6 +23,8 @@ from engine.api import (
 )
 
 MAX_TOP_K = 2**31 - 1
+CHECKED_WORDS = 4
+"""How many lists of forbidden words are known as good. The choices of a call have the same one, of thousands of ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,12 @@ def _check_sampling(sampling: SamplingParams, limits: RequestLimits) -> None:
     _check_ids(sampling.logit_bias, limits, "logit_bias")
     _check_ids(sampling.stop_token_ids, limits, "stop_token_ids")
     _check_ids(sampling.allowed_token_ids or (), limits, "allowed_token_ids")
-    for word in sampling.bad_words:
+    _check_words(sampling.bad_words, limits)
+
+
+@lru_cache(CHECKED_WORDS)
+def _check_words(words: tuple[tuple[int, ...], ...], limits: RequestLimits) -> None:
+    for word in words:
         _check_ids(word, limits, "bad_words")
 
 

@@ -103,10 +103,13 @@ def _start(_: Any) -> None:
         state.stalls.append(longest)
         state.tasks.append(loop.create_task(beat(longest)))
 
+    gc.unfreeze()  # the tasks of an idle process began before it froze what stays
     tasks = [each for each in gc.get_objects() if issubclass(type(each), asyncio.Task)]
-    for loop in {task.get_loop() for task in tasks}:
-        if loop.is_running():
-            loop.call_soon_threadsafe(begin, loop)
+    gc.freeze()
+    loops = [loop for loop in {task.get_loop() for task in tasks} if loop.is_running()]
+    assert loops, "no event loop was found"
+    for loop in loops:
+        loop.call_soon_threadsafe(begin, loop)
 
 
 def _taken(_: Any) -> list[tuple[float, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 from engine.api import (
     ContextLengthExceeded,
     EngineError,
+    GenerateRequest,
     InvalidRequest,
     LogprobParams,
     RequestTooLarge,
     SamplingParams,
 )
+from engine.request_check import RequestLimits, check_request
 from tests.unit.engine.driver import VOCAB, request
 from tests.unit.engine.engine_rig import Rig, running
 
@@ -80,6 +83,7 @@ def test_what_could_never_run_is_refused_at_once(
         ("repetition_penalty", [0.0, -1.0, 1e-46, 1e39, math.inf, math.nan]),
         ("logit_bias", [{VOCAB: 1.0}, {-1: 1.0}, {1: math.nan}, {1: -101.0}, {1: math.inf}]),
         ("stop_token_ids", [frozenset({VOCAB}), frozenset({-1})]),
+        ("bad_words", [((),), ((1, VOCAB),), ((1,), (-1,))]),
     ],
 )
 def test_sampling_out_of_range_is_refused(field: str, values: list[Any]) -> None:
@@ -100,3 +104,29 @@ def test_the_ends_of_the_ranges_are_taken() -> None:
     with running() as rig:
         for name, sampling in (("least", least), ("most", most)):
             assert rig.generate(request(name, [1, 2], sampling=sampling)).token_ids
+
+
+class NotedWord(tuple[int, ...]):
+    """A forbidden word that notes how often its ids are gone through."""
+
+    reads = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.reads += 1
+        return super().__iter__()
+
+
+def test_the_words_that_all_choices_of_a_call_forbid_are_checked_once() -> None:
+    """A call of 128 choices held an event loop for the sum of all its checks, some 60 ms."""
+    limits = RequestLimits(VOCAB, max_context_len=256, page_size=4, num_pages=32)
+    word = NotedWord((1, 2))
+    words: tuple[tuple[int, ...], ...] = (word,)
+
+    def choice() -> GenerateRequest:
+        return request("a", [1], sampling=SamplingParams(4, bad_words=words))
+
+    check_request(choice(), limits)
+    reads = word.reads
+    assert reads > 0
+    check_request(choice(), limits)
+    assert word.reads == reads
