@@ -71,6 +71,29 @@ class Connections:
         self.closed = True
 
 
+def environments(
+    controller: Any,
+    listener: Any,
+    load_text: Callable[[ModelSettings, Engine], Any],
+    settle: Callable[[], None],
+) -> Callable[[AppArgs], Awaitable[ReplicaEnvironment]]:
+    """Makes a replica's environment of these parts."""
+
+    async def make(_args: AppArgs) -> ReplicaEnvironment:
+        return ReplicaEnvironment(
+            "replica-a",
+            controller,
+            listener,
+            publish_gauges=lambda _stats: None,
+            load_text=load_text,
+            clock=time.monotonic,
+            unix_clock=time.time,
+            settle=settle,
+        )
+
+    return make
+
+
 async def test_a_replica_that_cannot_load_its_tokenizer(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,18 +105,7 @@ async def test_a_replica_that_cannot_load_its_tokenizer(
     def load_text(_settings: ModelSettings, _engine: Engine) -> Any:
         raise BadCheckpoint("tokenizer.json is not JSON")
 
-    async def make_environment(_args: AppArgs) -> ReplicaEnvironment:
-        return ReplicaEnvironment(
-            "replica-a",
-            controller,
-            listener,
-            publish_gauges=lambda _stats: None,
-            load_text=load_text,
-            clock=time.monotonic,
-            unix_clock=time.time,
-            settle=lambda: None,
-        )
-
+    make_environment = environments(controller, listener, load_text, lambda: None)
     with pytest.raises(BadCheckpoint):
         await start_and_end(engines, make_environment, monkeypatch)
     assert listener.closed
@@ -147,18 +159,7 @@ async def test_a_start_tells_of_a_chat_template_that_fails(
     def settle() -> None:
         raise Broken
 
-    async def make_environment(_args: AppArgs) -> ReplicaEnvironment:
-        return ReplicaEnvironment(
-            "replica-a",
-            controller,
-            listener,
-            publish_gauges=lambda _stats: None,
-            load_text=load_text,
-            clock=time.monotonic,
-            unix_clock=time.time,
-            settle=settle,
-        )
-
+    make_environment = environments(controller, listener, load_text, settle)
     with caplog.at_level("INFO", "ray.serve"), pytest.raises(Broken):
         await start_and_end(Engines(), make_environment, monkeypatch)
     gc.collect()  # the replica, which has got far enough to be in cycles, while it has no `__del__`
