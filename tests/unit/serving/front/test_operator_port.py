@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import httpx
 import pytest
@@ -63,5 +64,6 @@ async def test_front_ends_of_a_machine_share_it(service: LocalService) -> None:
 async def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server((HOST, 0)) as taken:
         address = (HOST, int(taken.getsockname()[1]))
+        unused: Any = None
         with pytest.raises(SettingsError, match=rf"ingress.operator_port: cannot listen at {HOST}:\d+"):
-            OperatorPort(create_http_app(None), address)  # type: ignore[arg-type]
+            OperatorPort(create_http_app(unused), address)

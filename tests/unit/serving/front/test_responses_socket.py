@@ -242,8 +242,8 @@ async def test_unknown_fields_that_may_pass_are_told(service: LocalService) -> N
 
 
 async def test_lanes_run_at_once_and_each_in_order(service: LocalService) -> None:
-    held = HeldTurns(service)
-    async with http_server(create_http_app(held)) as url, opened(url) as socket:  # type: ignore[arg-type]
+    held: Any = HeldTurns(service)
+    async with http_server(create_http_app(held)) as url, opened(url) as socket:
         for text, lane in (("first", "a"), ("second", "a"), ("other", "b"), ("unnamed", None)):
             await socket.create(text, store=False, **({} if lane is None else {"stream_id": lane}))
         while len(held.asked) < 3:
@@ -264,8 +264,8 @@ async def test_only_so_many_responses_run_at_once(
     service: LocalService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(responses_socket, "MOST_RESPONSES", 2)
-    held = HeldTurns(service)
-    async with http_server(create_http_app(held)) as url, opened(url) as socket:  # type: ignore[arg-type]
+    held: Any = HeldTurns(service)
+    async with http_server(create_http_app(held)) as url, opened(url) as socket:
         for lane in "abc":
             await socket.create(lane, stream_id=lane)
         await asyncio.sleep(0.2)
@@ -296,8 +296,8 @@ async def test_a_fork_goes_on_from_another_lane(socket: RawSocket) -> None:
 
 
 async def test_an_answer_that_breaks_off_is_a_failed_response() -> None:
-    service = BreakingService("some ", "text")
-    async with http_server(create_http_app(service)) as url, opened(url) as socket:  # type: ignore[arg-type]
+    service: Any = BreakingService("some ", "text")
+    async with http_server(create_http_app(service)) as url, opened(url) as socket:
         await socket.create("one", store=False, stream_id="lane")
         *_, last_event = await socket.events()
         assert last_event["type"] == "response.failed"

@@ -173,8 +173,8 @@ async def test_the_idlest_gives_way_to_a_new_one(tmp_path: Path) -> None:
 
 async def test_where_all_are_busy_no_other_is_taken(tmp_path: Path) -> None:
     async with asyncio.timeout(WAIT_S), local_service(tmp_path) as service:
-        held = HeldTurns(service)
-        app = create_http_app(held, max_websockets=1)  # type: ignore[arg-type]
+        held: Any = HeldTurns(service)
+        app = create_http_app(held, max_websockets=1)
         async with http_server(app) as url, opened(url) as socket:
             await socket.create("one")
             while not held.asked:
@@ -191,8 +191,8 @@ async def test_where_all_are_busy_no_other_is_taken(tmp_path: Path) -> None:
 async def test_a_connection_lasts_only_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "LIFETIME_S", 1.0)
     async with asyncio.timeout(WAIT_S), local_service(tmp_path) as service:
-        held = HeldTurns(service)
-        app = create_http_app(held)  # type: ignore[arg-type]
+        held: Any = HeldTurns(service)
+        app = create_http_app(held)
         # The test waits for the idle connection's end. The busy one's time is over before that.
         async with http_server(app) as url, opened(url) as busy, opened(url) as idle:
             await busy.create("begun in time")
@@ -210,8 +210,8 @@ async def test_a_connection_lasts_only_so_long(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("large", [False, True])
 async def test_what_is_not_answered_yet_is_bounded(tmp_path: Path, large: bool) -> None:
     async with asyncio.timeout(WAIT_S), local_service(tmp_path) as service:
-        held = HeldTurns(service)
-        app = create_http_app(held)  # type: ignore[arg-type]
+        held: Any = HeldTurns(service)
+        app = create_http_app(held)
         async with http_server(app) as url, opened(url) as socket:
             count, padding = (5, 14 * 1024 * 1024) if large else (sockets.MOST_MESSAGES + 1, 0)
             with suppress(ConnectionClosed):
@@ -236,8 +236,8 @@ class BadlyEnding(HeldTurns):
 async def test_a_turn_that_fails_as_it_is_cancelled_does_not_keep_its_connection(tmp_path: Path) -> None:
     """The failure used to replace the cancellation, so the next message of the lane was answered, and so on forever."""
     async with asyncio.timeout(WAIT_S), local_service(tmp_path) as service:
-        held = BadlyEnding(service)
-        app = create_http_app(held)  # type: ignore[arg-type]
+        held: Any = BadlyEnding(service)
+        app = create_http_app(held)
         async with http_server(app) as url, opened(url) as socket:
             for _ in range(2):
                 await socket.create("one", store=False)
