@@ -3,9 +3,12 @@ does, and docs/operations/cluster.md ("Ray notes")."""
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Collection, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -70,7 +73,7 @@ def serve_environment(
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(LEAVING_S),
         }
         wanted |= _ports(environ, claims, taken)
-        wanted |= _files(own_folder(TEMPORARY))
+        wanted |= _files(_own_folder())
     return wanted | dict(environ) | chosen
 
 
@@ -85,18 +88,17 @@ def _files(folder: Path) -> dict[str, str]:
     }
 
 
-def own_folder(parent: Path) -> Path:
-    """A folder for this user alone. Ray's own is one for all users of the machine, and belongs to the first who serves.
-    Raises StartError."""
-    folder = parent / f"kedge-{os.getuid()}"
+def _own_folder() -> Path:
+    """A folder for this user and this start alone; Ray's own is one for all users of the machine, and belongs to the
+    first who serves. It goes at the end of this process, after those of a Ray that it starts. Raises StartError."""
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        state = folder.lstat()
+        folder = tempfile.mkdtemp(prefix="kedge-", dir=TEMPORARY)
     except OSError as error:
-        raise StartError(f"{folder}, for HAProxy's files, cannot be made: {error.strerror}") from error
-    if state.st_uid != os.getuid() or state.st_mode & 0o022:
-        raise StartError(f"{folder}, for HAProxy's files, belongs to others, or they may write there")
-    return folder
+        raise StartError(
+            f"a folder in {TEMPORARY}, for HAProxy's files, cannot be made: {error.strerror}"
+        ) from error
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def _ports(environ: Mapping[str, str], claims: PortClaims, taken: Collection[int]) -> dict[str, str]:

@@ -184,8 +184,9 @@ def test_haproxy_is_set_up(usual: tuple[Kedge, Started]) -> None:
     """HAProxy is the default, so that the fastest way needs no flag."""
     kedge, started = usual
     found = {name: value for name, value in started.environment.items() if name.startswith("RAY_SERVE_")}
-    files = Path(f"/tmp/kedge-{os.getuid()}")
-    assert files.stat().st_mode & 0o777 == 0o700
+    files = Path(found["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"])
+    assert str(files).startswith("/tmp/kedge-")
+    assert not files.exists(), "it goes with the server"
     assert all(found.pop(name).isdecimal() for name in PORTS)
     assert found == {
         "RAY_SERVE_SESSION_ID_HEADER_KEY": "x-ray-session-id",
@@ -282,12 +283,10 @@ def test_a_port_that_is_set_by_hand_is_nobody_elses(kedge: Kedge, tmp_path: Path
     )
 
 
-def test_haproxys_files_are_not_put_where_others_write(tmp_path: Path) -> None:
-    folder = environment.own_folder(tmp_path)
-    assert environment.own_folder(tmp_path) == folder
-    folder.chmod(0o777)
-    with pytest.raises(StartError, match=str(folder)):
-        environment.own_folder(tmp_path)
+def test_haproxys_files_are_put_where_nobody_else_writes(tmp_path: Path) -> None:
+    folders = [Path(with_haproxy(tmp_path)["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"]) for _ in range(2)]
+    assert folders[0] != folders[1]
+    assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700]
 
 
 def test_without_ray_serve_it_says_so(kedge: Kedge) -> None:
