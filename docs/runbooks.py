@@ -247,7 +247,7 @@ class Walk:
     def _second_start(self, command: str) -> None:
         """The cluster is started again, from a shell with what the page exports, and sessions go on."""
         say(f"$ {self._fill(command)}")
-        self._cluster.interrupt()
+        self._cluster.terminate()
         self._cluster.environment |= {"RAY_AUTH_MODE": "token", "KEDGE_API_KEY": KEY}
         self._cluster.environment |= dict.fromkeys(DASHBOARDS, WRITTEN_DASHBOARD)
         began_s = time.monotonic()

@@ -86,9 +86,9 @@ class StrictModel(BaseModel):
         return values
 
 
-def faults(error: ValidationError, root: str) -> list[str]:
+def faults(error: ValidationError, *root: str) -> list[str]:
     """What is wrong with each key, which is named from `root` on."""
-    return [f"{'.'.join((root, *map(str, e['loc'])))}: {_reason(e)}" for e in error.errors()]
+    return [f"{'.'.join((*root, *map(str, e['loc'])))}: {_reason(e)}" for e in error.errors()]
 
 
 def _reason(error: Any) -> str:

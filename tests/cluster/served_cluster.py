@@ -149,7 +149,7 @@ class ServedCluster:
         process = self._process
         if process is None:
             return
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        for number in (signal.SIGINT, signal.SIGKILL):
             os.killpg(process.pid, number) if number == signal.SIGKILL else process.send_signal(number)
             try:
                 process.wait(STOP_TIMEOUT_S)
@@ -216,18 +216,12 @@ class ServedCluster:
         headers = headers or {"authorization": f"Bearer {self.token}"}
         return httpx.Client(base_url=found[1], headers=headers, timeout=60.0)
 
-    def terminate(self) -> None:
-        """Sends SIGTERM to `serve run`, which `kedge serve` became, as a service manager would. Returns when it has
-        ended."""
+    def terminate(self) -> int:
+        """Sends SIGTERM, as a service manager would. Returns the exit status when `kedge serve` has ended. What it wrote
+        stays, and `start` may follow."""
         assert self._process is not None
         self._process.terminate()
-        self._process.wait(STOP_TIMEOUT_S)
-
-    def interrupt(self) -> None:
-        """Ctrl-C. Returns when `kedge serve` has ended. What it wrote stays, and `start` may follow."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGINT)
-        self._process.wait(2 * STOP_TIMEOUT_S)
+        return self._process.wait(2 * STOP_TIMEOUT_S)
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -49,7 +50,7 @@ def serve(
     allow_no_token: Annotated[bool, typer.Option("--allow-no-token", help=ALLOW_HELP)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ready line as JSON.")] = False,
 ) -> None:
-    """Check the settings and the Ray cluster, then serve in the foreground (`serve run`). Ctrl-C stops it.
+    """Check the settings and the Ray cluster, then serve in the foreground (`serve run`). Ctrl-C or SIGTERM stops it.
 
     When the server is ready, one line tells its address, the model, the number of replicas and the seconds that it
     took. Exit status: 1 if nothing was started, else that of `serve run`.
@@ -72,10 +73,11 @@ def serve(
             for each in addresses:
                 each.check_free(claims)
             _check_log_keys(environ, applications)
-        _say_when_ready(expected)
         serve_main = _serve_main()
-    arguments = ["run", *([] if address is None else ["--address", address]), str(config)]
-    serve_main(arguments, prog_name="serve")
+        _check_keys_of_ray(config)
+        _say_when_ready(expected)
+    _connect(address)
+    serve_main(["run", str(config)], prog_name="serve")
 
 
 def _checked(config: Path) -> tuple[ServeFile, list[AppArgs]]:
@@ -140,3 +142,28 @@ def _serve_main() -> Callable[..., Any]:
         raise StartError(f"`serve run` cannot be run: {error}; it comes with ray[serve]") from error
     main: Callable[..., Any] = cli.main
     return main
+
+
+def _check_keys_of_ray(config: Path) -> None:
+    """Checks the keys that are Ray Serve's own as `serve run` does, which answers with a traceback. Raises
+    StartError."""
+    import yaml
+    from pydantic import ValidationError
+    from ray.serve.schema import ServeDeploySchema
+
+    from serving.settings.strict_settings import faults
+
+    try:
+        ServeDeploySchema.model_validate(yaml.safe_load(config.read_bytes()))
+    except ValidationError as error:
+        raise StartError(f"{config}: {'; '.join(faults(error))}") from error
+
+
+def _connect(address: str | None) -> None:
+    """Connects to the Ray cluster, or starts it, with what `serve run` gives `ray.init`, and then takes SIGTERM, which
+    service managers send. `ray.init` leaves it to a handler that prints a stack and aborts the process; as Ctrl-C it
+    has `serve run` shut down."""
+    import ray
+
+    ray.init(address=address, namespace="serve")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)

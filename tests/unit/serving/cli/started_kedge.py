@@ -1,4 +1,5 @@
-"""`kedge serve` in a process of its own, with a script in place of Ray Serve's `serve run`."""
+"""`kedge serve` in a process of its own, with a script in place of Ray Serve's `serve run`, and without Ray's
+processes."""
 
 from __future__ import annotations
 
@@ -8,14 +9,22 @@ import sys
 from pathlib import Path
 
 KEDGE = """
-import sys
+import os, signal, sys
 from types import ModuleType
+
+import ray
 
 sys.executable, code = sys.argv.pop(1), sys.argv.pop(1)
 scripts = ModuleType("ray.serve.scripts") if code else None
 if code:
     exec(code, vars(scripts))
 sys.modules["ray.serve.scripts"] = scripts
+
+def init(**options):
+    scripts.connected = options
+    signal.signal(signal.SIGTERM, lambda *_: os.abort())  # as Ray's own handler does
+
+ray.init = init
 from serving.cli.main import main
 
 main()
@@ -30,7 +39,8 @@ def start_kedge(
     directory: Path, serve_run: str | None, arguments: list[str], **variables: str
 ) -> subprocess.Popen[str]:
     """Starts `kedge serve` as if it was installed in `directory`/bin and Ray had never run. `serve_run` is the code of
-    a function main(arguments, prog_name); None: Ray Serve is not installed."""
+    a function main(arguments, prog_name), which finds in `connected` what `ray.init` was given; None: Ray Serve is not
+    installed."""
     python = directory / "bin" / "python"
     if not python.exists():
         python.parent.mkdir()

@@ -31,18 +31,30 @@ SERVE_RUN = """
 import json, os, sys
 
 def main(arguments, prog_name):
-    print(json.dumps({"arguments": arguments, "environment": dict(os.environ)}))
+    print(json.dumps({"arguments": arguments, "address": connected["address"], "environment": dict(os.environ)}))
     sys.exit(7)
+"""
+UNTIL_CTRL_C = """
+import sys, time
+
+def main(arguments, prog_name):
+    try:
+        print("started", flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        sys.exit(7)
 """
 
 
 @dataclass(frozen=True)
 class Started:
-    """What became of `kedge serve`: its standard error, and the arguments of `serve run` if that was started."""
+    """What became of `kedge serve`: its standard error, and the arguments of `serve run` and of `ray.init` if they were
+    started."""
 
     status: int
     error: str
     arguments: list[str] | None
+    address: str | None
     environment: dict[str, str]
 
 
@@ -65,8 +77,8 @@ class Kedge:
         """`config`: by default one with a port that is always free."""
         process = start_kedge(self.directory, serve_run, [str(config or self.config), *options], **variables)
         output, error = process.communicate(timeout=TIMEOUT_S)
-        told = json.loads(output) if output else {"arguments": None, "environment": {}}
-        return Started(process.returncode, error, told["arguments"], told["environment"])
+        told = json.loads(output) if output else {"arguments": None, "address": None, "environment": {}}
+        return Started(process.returncode, error, **told)
 
 
 @pytest.fixture
@@ -106,7 +118,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> tuple[Kedge, Started]:
 
 def test_it_runs_serve_run(usual: tuple[Kedge, Started]) -> None:
     kedge, started = usual
-    assert started.arguments == ["run", str(kedge.config)]
+    assert (started.address, started.arguments) == (None, ["run", str(kedge.config)])
     assert started.status == 7, "the exit status is that of serve run"
     assert started.environment["PATH"].split(os.pathsep)[0] == str(kedge.executables)
     assert started.environment["RAY_SERVE_SESSION_ID_HEADER_KEY"] == "x-ray-session-id"
@@ -289,6 +301,25 @@ def test_haproxys_files_are_put_where_nobody_else_writes(tmp_path: Path) -> None
     assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700]
 
 
+def test_sigterm_stops_it_as_ctrl_c_does(kedge: Kedge) -> None:
+    """Service managers send it. Ray's handler printed a stack and aborted, and Ray's processes stayed for a while."""
+    process = start_kedge(kedge.directory, UNTIL_CTRL_C, [str(kedge.config)])
+    assert process.stdout is not None
+    assert process.stdout.readline() == "started\n"
+    process.terminate()
+    _, error = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, error) == (7, "")
+
+
+def test_bad_keys_of_ray_serves_own_are_named_before_it_starts(kedge: Kedge) -> None:
+    """The answer was a traceback through Ray Serve, with the settings in it."""
+    text = kedge.config.read_text()
+    kedge.config.write_text(text.replace("HeadOnly", "Head").replace("import_path:", "import_paths:"))
+    why = refused(kedge.serve())
+    assert f"{kedge.config}: proxy_location: Input should be 'Disabled', 'HeadOnly' or 'EveryNode'; " in why
+    assert why.endswith("applications.0.import_path: Field required\n")
+
+
 def test_without_ray_serve_it_says_so(kedge: Kedge) -> None:
     assert "it comes with ray[serve]" in refused(kedge.serve(serve_run=None))
 
@@ -298,4 +329,4 @@ def test_an_open_cluster_is_served_on_where_that_is_said(kedge: Kedge, open_to_a
     address = open_to_all.at(OWN)
     assert f"the Ray cluster at {address} asks for no token" in refused(kedge.serve("--address", address))
     started = kedge.serve("--address", address, "--allow-no-token")
-    assert started.arguments == ["run", "--address", address, str(kedge.config)]
+    assert (started.address, started.arguments) == (address, ["run", str(kedge.config)])
