@@ -13,9 +13,9 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.deployment import Application
 
 from serving.debug.loopback import host_of_serve
-from serving.front.api.keys import KeyRing
 from serving.front.ingress import Ingress
 from serving.front.ingress import environment_in_serve as ingress_environment
+from serving.keys import KeyRing
 from serving.logs.serve_log import deployment_options
 from serving.replica.engine_factory import EngineFactory, build_local_engine
 from serving.replica.environment import environment_in_serve as replica_environment

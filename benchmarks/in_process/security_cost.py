@@ -30,8 +30,8 @@ from controllers.cluster import Cluster
 from controllers.session_log.log_cipher import KEY_BYTES, LogCipher
 from controllers.session_log.sqlite_store import SqliteSessionStore
 from controllers.settings import ClusterSettings
-from serving.front.api.keys import API_KEYS, KeyRing
 from serving.front.http import NO_KEYS, create_http_app
+from serving.keys import API_KEYS, KeyRing
 from tests.unit.serving.local_service import LocalService, client_of, small_text
 from tests.unit.serving.replica_rig import LocalController, running_rig
 

@@ -14,7 +14,6 @@ from serving.front.api.browsers import NO_RULES, BrowserCallsChecked, BrowserRul
 from serving.front.api.counted import RequestMetrics, RequestsCounted
 from serving.front.api.errors import SHOULD_RETRY, install_error_handlers
 from serving.front.api.ignored_fields import IGNORED_FIELDS
-from serving.front.api.keys import KeyRing
 from serving.front.api.messages import routes as messages
 from serving.front.api.openai import chat, completions, models, tokenization
 from serving.front.api.responses import conversations, websocket
@@ -27,6 +26,7 @@ from serving.front.api.sessions import routes as sessions
 from serving.front.api.sockets import MOST_SOCKETS, Sockets
 from serving.front.api.turn_headers import REPLAYED, TURN_INDEX
 from serving.front.recorder import Recorder
+from serving.keys import KeyRing
 from serving.logs.access_log import REQUEST_ID
 
 NO_KEYS = KeyRing({})

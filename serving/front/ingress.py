@@ -20,7 +20,6 @@ from controllers.settings import Deployment
 from serving.background import BackgroundTasks
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.browsers import BrowserRules
-from serving.front.api.keys import KeyRing
 from serving.front.api.responses.background import BackgroundResponses
 from serving.front.api.rules import AffinityRules, ApiRules
 from serving.front.api.service import TurnService
@@ -40,6 +39,7 @@ from serving.front.session_owners import SessionOwners
 from serving.front.siblings import Siblings
 from serving.front.turn_dispatch import TurnDispatcher
 from serving.garbage import settle
+from serving.keys import KeyRing
 from serving.logs.serve_log import log_with_serve
 from serving.settings.config import AppArgs
 from serving.trace.opening import front_traces, open_spans

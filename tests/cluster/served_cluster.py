@@ -217,8 +217,8 @@ class ServedCluster:
         return httpx.Client(base_url=found[1], headers=headers, timeout=60.0)
 
     def terminate(self) -> int:
-        """Sends SIGTERM, as a service manager would. Returns the exit status when `kedge serve` has ended. What it wrote
-        stays, and `start` may follow."""
+        """Sends SIGTERM, as a service manager would. Returns the exit status once `kedge serve` has ended. What it
+        wrote stays, and `start` may follow."""
         assert self._process is not None
         self._process.terminate()
         return self._process.wait(2 * STOP_TIMEOUT_S)

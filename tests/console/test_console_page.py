@@ -10,7 +10,7 @@ import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
-from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
+from serving.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from tests.console.browser import Opened
 from tests.unit.cache.planted_faults import plant
 from tests.unit.serving.replica_rig import REPLICA_ID

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from playwright.sync_api import Route, expect
 
-from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from serving.front.cluster_watch import MOST_WATCHERS
+from serving.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from tests.console.browser import Opened
 from tests.unit.serving.cli.watched_server import PAGES, Event, happened, replica, session, state
 from tests.unit.serving.served_service import ServedService, served_service

@@ -72,7 +72,7 @@ def serve(
             # On a cluster that is there, this deployment may replace one that listens.
             for each in addresses:
                 each.check_free(claims)
-            _check_log_keys(environ, applications)
+            _check_keys(environ, applications)
         serve_main = _serve_main()
         _check_keys_of_ray(config)
         _say_when_ready(expected)
@@ -111,17 +111,22 @@ def _addresses(file: ServeFile, applications: list[AppArgs]) -> list[ListenAddre
     ]
 
 
-def _check_log_keys(environ: Mapping[str, str], applications: list[AppArgs]) -> None:
-    """Checks the keys of the session log, which the controller of a cluster that is started here takes from this
-    environment: it would try to start again and again, and calls would wait for it. Raises StartError."""
+def _check_keys(environ: Mapping[str, str], applications: list[AppArgs]) -> None:
+    """Checks the keys of callers and of the session log, which a cluster that is started here takes from this
+    environment and machine: its front ends and its controller would try to start again and again, and calls would wait
+    for them. Raises StartError."""
     from controllers.errors import StoreError
     from controllers.session_log.log_cipher import LogCipher
     from controllers.settings import LOG_KEYS
+    from serving.keys import KeyRing
+    from serving.settings.strict_settings import SettingsError
 
     encrypted = any(each.controller.encrypted for each in applications)
     try:
         LogCipher.parse(environ.get(LOG_KEYS, ""), encrypts=encrypted)
-    except StoreError as error:
+        for each in applications:
+            KeyRing(environ, each.ingress.keys_path)
+    except (StoreError, SettingsError) as error:
         raise StartError(str(error)) from error
 
 

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.front.api.errors import error_response, refuse
-from serving.front.api.keys import ANYBODY, Caller, KeyRing
+from serving.keys import ANYBODY, Caller, KeyRing
 from serving.logs.access_log import path_in
 from serving.logs.audit_log import audit_event
 from serving.wire.turns import ErrorInfo

@@ -11,8 +11,8 @@ from starlette.requests import HTTPConnection
 from serving.front.api.access import FOR_OPERATORS
 from serving.front.api.errors import refusal
 from serving.front.api.fields import Name
-from serving.front.api.keys import Caller
 from serving.front.api.service import TurnService
+from serving.keys import Caller
 from serving.logs.audit_log import audit_event
 from serving.logs.call_facts import CALL_FACTS
 from serving.wire.turns import ServiceError

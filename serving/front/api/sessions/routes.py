@@ -13,10 +13,10 @@ from controllers.session_keys import session_key
 from serving.front.api.dependencies import OPERATORS_ONLY, Client, Service, Tenant
 from serving.front.api.errors import refusal
 from serving.front.api.fields import Count, CountOrZero, Name, SessionName
-from serving.front.api.keys import ANYBODY
 from serving.front.api.service import TurnService
 from serving.front.api.sessions.trees import close_tree
 from serving.front.api.strict_json import StrictBody, StrictJsonRoute
+from serving.keys import ANYBODY
 from serving.logs.audit_log import audit_event
 from serving.settings.strict_settings import is_name
 from serving.wire.transcripts import conversation_of

@@ -178,18 +178,28 @@ def haproxy() -> None:
 
 @pytest.mark.usefixtures("haproxy")
 @pytest.mark.parametrize(
-    ("keys", "reason"),
+    ("section", "variables", "reason"),
     [
-        ({}, "controller.encrypted: the environment variable KEDGE_LOG_KEYS"),
-        ({"KEDGE_LOG_KEYS": "short"}, "KEDGE_LOG_KEYS: each key must be 32 random bytes as base64"),
+        (
+            "controller:\n        encrypted: true",
+            {},
+            "controller.encrypted: the environment variable KEDGE_LOG_KEYS",
+        ),
+        (
+            "controller:",
+            {"KEDGE_LOG_KEYS": "short"},
+            "KEDGE_LOG_KEYS: each key must be 32 random bytes as base64",
+        ),
+        ("controller:", {"KEDGE_API_KEYS": ""}, "KEDGE_API_KEYS is set but has no key in it"),
+        ("ingress:\n        keys_file: missing.yaml", {}, "ingress.keys_file: missing.yaml cannot be read"),
     ],
 )
-def test_a_missing_or_bad_key_of_the_session_log_is_named(
-    kedge: Kedge, keys: dict[str, str], reason: str
+def test_missing_or_bad_keys_are_named(
+    kedge: Kedge, section: str, variables: dict[str, str], reason: str
 ) -> None:
-    text = kedge.config.read_text().replace("controller:", "controller:\n        encrypted: true")
-    kedge.config.write_text(text)
-    assert reason in refused(kedge.serve(**keys))
+    """Front ends and the controller started again and again, and calls waited for them."""
+    kedge.config.write_text(kedge.config.read_text().replace(f"{section.partition(':')[0]}:", section))
+    assert reason in refused(kedge.serve(**variables))
 
 
 def test_haproxy_is_set_up(usual: tuple[Kedge, Started]) -> None:

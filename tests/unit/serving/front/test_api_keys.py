@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from serving.app import build
 from serving.cli.main import app as command
 from serving.front.api.access import OPEN_PATHS
-from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from serving.front.http import create_http_app
+from serving.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from serving.settings.strict_settings import SettingsError
 from tests.unit.serving.local_service import MODEL, LocalService, client_of
 from tests.unit.serving.sdk_clients import http_at, openai_at

@@ -12,11 +12,11 @@ from typing import Any
 import openai
 import pytest
 
-from serving.front.api.keys import KeyRing
 from serving.front.api.responses import background as responses_background
 from serving.front.api.responses.background import BackgroundResponses
 from serving.front.api.responses.store import note_begun
 from serving.front.http import create_http_app
+from serving.keys import KeyRing
 from serving.wire.turns import SessionTurn
 from tests.unit.serving.local_service import LocalService, http_server, local_service
 from tests.unit.serving.responses_client import GREEDY, expected, said, user

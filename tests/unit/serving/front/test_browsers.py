@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from serving.front.api.browsers import NO_RULES, BrowserRules
-from serving.front.api.keys import API_KEYS, KeyRing
 from serving.front.http import create_http_app
+from serving.keys import API_KEYS, KeyRing
 from serving.settings.config import parse_args
 from serving.settings.strict_settings import SettingsError
 from tests.unit.serving.local_service import LocalService, client_of, local_service

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from serving.front.api.console import FOLDER
-from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from serving.front.http import create_http_app
+from serving.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from tests.unit.serving.local_service import client_of
 
 ROOT = Path(__file__).parents[4]

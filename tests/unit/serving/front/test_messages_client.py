@@ -9,8 +9,8 @@ from typing import Any
 import anthropic
 import pytest
 
-from serving.front.api.keys import API_KEYS, KeyRing
 from serving.front.http import create_http_app
+from serving.keys import API_KEYS, KeyRing
 from serving.wire.turns import TurnFinish
 from tests.unit.serving.local_service import MODEL, LocalService, http_server
 from tests.unit.serving.sdk_clients import anthropic_at, anthropic_of

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from serving.front.http import create_http_app
 from serving.front.operator_port import OperatorPort
+from serving.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from serving.settings.strict_settings import SettingsError
 from tests.unit.serving.local_service import LocalService, client_of
 from tests.unit.serving.sdk_clients import http_at

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from serving.front.api.access import OPEN_PATHS
-from serving.front.api.keys import API_KEYS, KeyRing
 from serving.front.http import create_http_app
+from serving.keys import API_KEYS, KeyRing
 from serving.logs.access_log import path_in
 from tests.unit.serving.local_service import MODEL, http_server, local_service
 from tests.unit.serving.sdk_clients import http_at

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from serving.front.api.sessions.routes import MOST_IN_PAGE
+from serving.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from tests.unit.serving.local_service import LocalService
 
 RING = KeyRing({API_KEYS: "acmes=acme,others=other,gateways", OPERATOR_KEYS: "operators"})

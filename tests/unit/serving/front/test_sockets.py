@@ -17,8 +17,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from serving.front.api import sockets
 from serving.front.api.browsers import BrowserRules
-from serving.front.api.keys import API_KEYS, KeyRing
 from serving.front.http import create_http_app
+from serving.keys import API_KEYS, KeyRing
 from serving.wire.turns import TurnCall, TurnEvent
 from tests.unit.serving.front.socket_client import RawSocket, opened
 from tests.unit.serving.front.test_responses_socket import HeldTurns

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from serving.front.http import create_http_app
+from serving.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from tests.unit.serving.local_service import MODEL, client_of, local_service
 
 RING = KeyRing({API_KEYS: "acmes=acme,others=other,gateways", OPERATOR_KEYS: "operators"})

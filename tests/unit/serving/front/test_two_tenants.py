@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from controllers.session_keys import session_key
-from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
+from serving.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from tests.unit.serving.local_service import LocalService
 
 CALLS = int(os.environ.get("KEDGE_FUZZ_CALLS", "600"))

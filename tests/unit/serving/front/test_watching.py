@@ -18,10 +18,10 @@ from controllers.records import ClusterEvent, ClusterView
 from controllers.session_keys import session_key
 from serving.background import BackgroundTasks
 from serving.front import cluster_watch
-from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from serving.front.cluster_watch import MOST_TOLD_FIRST, MOST_UNREAD, SharedWatch, Watcher
 from serving.front.http import create_http_app
 from serving.front.watch_source import ClusterSource
+from serving.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from serving.watch.audit_reply import failed_audit
 from serving.watch.cluster_state import Look, audit_findings, told_event
 from serving.wire.controller_calls import ControllerCalls

@@ -16,9 +16,9 @@ import pytest
 from ray._common.formatters import JSONFormatter
 from ray.serve.schema import LoggingConfig
 
-from serving.front.api.keys import KeyRing
 from serving.front.http import create_http_app
 from serving.front.recorder import Recorder
+from serving.keys import KeyRing
 from serving.logs.audit_log import audit_event
 from serving.logs.call_facts import CALL_FACTS, CallFacts, CallFactsFilter
 from serving.logs.serve_log import OURS, SERVE_LOGGER, deployment_options, log_with_serve, logging_options

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, Caller, KeyRing
+from serving.keys import API_KEYS, OPERATOR_KEYS, Caller, KeyRing
 from serving.settings.strict_settings import SettingsError
 
 
