@@ -1,4 +1,5 @@
-"""Addresses of Redis. `redis+sentinel://` says which Sentinels to ask, and for the master of which service."""
+"""Addresses of Redis. `redis+sentinel://` says which Sentinels to ask, and for the master of which service. Errors say
+nothing of an address: it may have a password, and one with a slash is not seen as such."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 SENTINEL_SCHEME = "redis+sentinel"
 SENTINEL_PORT = 26379
 SERVER_SCHEMES = ("redis", "rediss")
-SERVER_FORM = "redis://host:port/db, where port and db are numbers"
+SERVER_FORM = "redis://host:port/db, with numbers for port and db,"
 FORM = f"{SENTINEL_SCHEME}://host:port,host:port/service or {SENTINEL_SCHEME}://user@host:port/service/db"
 
 
@@ -32,7 +33,7 @@ def check_redis_url(url: str) -> None:
     if parts.scheme in SERVER_SCHEMES and (db := parts.path.strip("/")):
         numbers.append(db)
     if not (_has_a_good_port(parts) and all(number.isdecimal() for number in numbers)):
-        raise ValueError(f"{url!r} is not of the form {SERVER_FORM}")
+        raise ValueError(f"{SERVER_FORM} was expected")
 
 
 def sentinel_address(url: str) -> SentinelAddress | None:
@@ -43,9 +44,9 @@ def sentinel_address(url: str) -> SentinelAddress | None:
     user, _, hosts = parts.netloc.rpartition("@")
     service, _, db = parts.path.removeprefix("/").partition("/")
     if not service or parts.query or parts.fragment or (db and not db.isdecimal()):
-        raise ValueError(f"{url!r} is not of the form {FORM}")
+        raise ValueError(f"{FORM} was expected")
     return SentinelAddress(
-        tuple(_host_and_port(host, url) for host in hosts.split(",")),
+        tuple(_host_and_port(host) for host in hosts.split(",")),
         unquote(service),
         int(db or 0),
         unquote(user) or None,
@@ -59,12 +60,12 @@ def _has_a_good_port(parts: SplitResult) -> bool:
         return False
 
 
-def _host_and_port(text: str, url: str) -> tuple[str, int]:
+def _host_and_port(text: str) -> tuple[str, int]:
     try:
         parts = urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, None
     if not host:
-        raise ValueError(f"{url!r} has the Sentinel {text!r}; expected {FORM}")
+        raise ValueError(f"a Sentinel is no host:port: {FORM} was expected")
     return host, port or SENTINEL_PORT

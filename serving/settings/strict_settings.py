@@ -53,6 +53,8 @@ _IN_WORDS = {
     "bool_type": "true or false",
     "string_type": "text",
 }
+_NUMBERS = ("int_type", "int_from_float", "float_type", "bool_type")
+_READ_AS: dict[type, str] = {str: "text", list: "a list", dict: "a mapping"}
 MAX_SHOWN_CHARS = 40
 
 
@@ -92,11 +94,20 @@ def faults(error: ValidationError, *root: str) -> list[str]:
 
 
 def _reason(error: Any) -> str:
-    """pydantic puts "Value error, " before what a validator of ours has to say. Of a value that is no number, its type
-    alone does not tell what YAML has read."""
+    """pydantic puts "Value error, " before what a validator of ours has to say."""
     kind, found = error["type"], error["input"]
     if kind == "string_pattern_mismatch" and error["ctx"]["pattern"] == NAME_PATTERN:
         return "use 1 to 256 visible ASCII characters, no spaces"
     if kind in _IN_WORDS:
-        return f"{_IN_WORDS[kind]} was expected, not {'nothing' if found is None else repr(found)[:MAX_SHOWN_CHARS]}"
+        return f"{_IN_WORDS[kind]} was expected, not {_told(found, kind in _NUMBERS)}"
     return str(error["ctx"]["error"] if kind == "value_error" else error["msg"])
+
+
+def _told(found: Any, in_place_of_a_number: bool) -> str:
+    """What YAML has read. Only in place of a number or of true and false is text shown: elsewhere it may be a password
+    or a key."""
+    if found is None:
+        return "nothing"
+    if not in_place_of_a_number and type(found) in _READ_AS:
+        return _READ_AS[type(found)]
+    return repr(found)[:MAX_SHOWN_CHARS]

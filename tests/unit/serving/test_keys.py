@@ -94,6 +94,7 @@ def test_a_file_has_hashes_and_whose_they_are(tmp_path: Path) -> None:
         ("", "keys"),
         ("keys: []", "keys"),
         ("keys:\n  - {sha256: 12ab}", "keys.0.sha256"),
+        ("keys:\n  - the-key-itself", "keys.0: a mapping of keys to values was expected, not text"),
         (f"keys:\n  - {{sha256: {hashed('a')}, tenent: acme}}", "did you mean 'tenant'"),
         (f"keys:\n  - {{sha256: {hashed('a')}, tenant: acme, operator: true}}", "of no tenant"),
         ("keys: [", "cannot be read"),
