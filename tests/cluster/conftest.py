@@ -104,7 +104,7 @@ def shared_cluster() -> Iterator[ServedCluster]:
     """The shared cluster. Its first `use` starts it."""
     served = ServedCluster(ROOT / "configs" / "cluster.yaml", always=small_replicas)
     served.environment["RAY_metrics_report_interval_ms"] = "2000"  # a fifth of Ray's default, to wait less
-    # Where the tests of HAProxy look. `kedge serve` itself takes a port that is free, and a folder of the user's.
+    # Where the tests of HAProxy look. `kedge serve` itself takes a port that is free, and makes a folder.
     served.environment["RAY_SERVE_HAPROXY_STATS_PORT"] = str(free_port())
     served.environment["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"] = str(served.directory / "haproxy.cfg")
     try:

@@ -1,4 +1,4 @@
-"""Facts about a server, gathered with several calls: for `kedge info` and the ready line of `kedge serve`."""
+"""Facts about a server, gathered with several calls: for `kedge info`."""
 
 from __future__ import annotations
 
