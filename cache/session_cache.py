@@ -90,7 +90,7 @@ class SessionAwareCache:
         self._step_tokens = step_tokens
         self._slots = SlotTable()
         self._account = PageAccount()
-        self.tiers = SessionTiers(inner, self._slots, self._account, self._sizes, clock)
+        self.tiers = SessionTiers(inner, self._slots, self._sizes, clock)
         self.books = SessionAuditor(inner, self._slots, self._account, self.tiers)
         self.demand = KVDemand(inner, self._slots, self.tiers.lost, self.need)
         self.evicted = NO_PAGES  # cached pages dropped to make room, since the start

@@ -13,7 +13,7 @@ from cache.disk_reads import DiskReads
 from cache.lost_kv import LostKV
 from cache.pages import PageCounts
 from cache.prefix_cache import PrefixCache
-from cache.sequence_kv import PageAccount, SequenceKV, pages_for
+from cache.sequence_kv import SequenceKV, pages_for
 from cache.slots import SessionSlot, SlotState, SlotTable
 from cache.tiers import CopyKind, CopyOrder, PoolPages, StoredKV, Tier, TierSizes
 
@@ -22,8 +22,8 @@ SPARE_PART = 4
 
 
 class SessionTiers:
-    """Owns the copies in flight and the orders not yet handed to the runner. `slots` and `account` are the cache's.
-    `clock` returns monotonic seconds.
+    """Owns the copies in flight and the orders not yet handed to the runner. `slots` are the cache's. `clock` returns
+    monotonic seconds.
 
     Nothing ever waits for room on the host or disk: KV that finds none is dropped at once. So the sessions that have
     been on the host longest are written to disk before others need their room. A copy that is no longer wanted runs to
@@ -32,17 +32,11 @@ class SessionTiers:
     """
 
     def __init__(
-        self,
-        inner: PrefixCache,
-        slots: SlotTable,
-        account: PageAccount,
-        sizes: TierSizes,
-        clock: Callable[[], float],
+        self, inner: PrefixCache, slots: SlotTable, sizes: TierSizes, clock: Callable[[], float]
     ) -> None:
         self.lost = LostKV(clock)
         self._inner = inner
         self._slots = slots
-        self._account = account
         self._sizes = sizes
         self._host = Tier("host", sizes.host_bytes)
         self._disk = Tier("disk", sizes.disk_bytes)

@@ -114,9 +114,7 @@ class ReplicaFaults:
 
         def add(cache: SessionAwareCache) -> tuple[str, SequenceKV]:
             name, kv = _idle_session(cache, session_id)
-            twin = SequenceKV(
-                cache.empty_chain(""), cache.tiers._account, windowed=cache._inner.window is not None
-            )
+            twin = SequenceKV(cache.empty_chain(""), cache._account, windowed=cache._inner.window is not None)
             twin.holder = Holder(None, BY)
             twin.grow(kv.pages[-1:].copy(), kv.page_size)
             cache.tiers._orphans[TWIN_KEY] = twin
