@@ -97,8 +97,8 @@ class SessionTiers:
         for nobody)."""
         full = window = 0
         for key, entry in self._copies.items():
-            slot = self._slots.get(entry.session_id)
-            kv = slot.kv if slot is not None and slot.entry is entry and slot.state is state else None
+            slot = self._slot_of(entry)
+            kv = slot.kv if slot is not None and slot.state is state else None
             if kv is None and entry.on_disk and state is SlotState.LOADING:
                 kv = self._orphans.get(key)
             if kv is not None:
@@ -235,7 +235,7 @@ class SessionTiers:
         orphan = self._orphans.pop(entry.key, None)
         if orphan is not None:
             self._inner.release(orphan)
-        slot = self._slots.get(entry.session_id) if entry.wanted else None
+        slot = self._slot_of(entry)
         if slot is None:
             return
         assert slot.kv is not None
@@ -270,7 +270,7 @@ class SessionTiers:
             self._disk_failed()
         else:
             self._disk_pause.succeeded()
-        slot = self._slots.get(source.session_id) if source.wanted else None
+        slot = self._slot_of(source)
         if failed or slot is None or slot.state is not SlotState.STORED:
             self._drop(entry)
             if disk_full:
@@ -348,10 +348,14 @@ class SessionTiers:
             self.reads.began()
         self._orders.append(order)
 
+    def _slot_of(self, entry: StoredKV) -> SessionSlot | None:
+        """The slot whose entry this is. None: it is no longer wanted."""
+        return self._slots.get(entry.session_id) if entry.wanted else None
+
     def _is_saved(self, entry: StoredKV) -> bool:
         """Whether the entry's session is being saved."""
-        slot = self._slots.get(entry.session_id)
-        return slot is not None and slot.entry is entry and slot.state is SlotState.SAVING
+        slot = self._slot_of(entry)
+        return slot is not None and slot.state is SlotState.SAVING
 
     def _drop_entry(self, slot: SessionSlot) -> None:
         entry, slot.entry = slot.entry, None
