@@ -49,10 +49,9 @@ class LiveTurn:
 
     `turn` is None outside a session. `named` is the turn only if the client names the session. `emit` sends the turn's
     events to the client while it is there. `finish` and `ended` are set once the engine has sent its final delta.
-    `settled` is set once the turn has been committed or rolled back, or a task is sure to do so. `resumed` is the part
-    of the answer that a lost replica had sent. The engine's first delta repeats its tokens, which do not count for
-    timing. The first event also has the log-probabilities of `resumed`. Times are those of the replica's clock.
-    `queued_s` is how long the turn waited in the engine.
+    `resumed` is the part of the answer that a lost replica had sent. The engine's first delta repeats its tokens, which
+    do not count for timing. The first event also has the log-probabilities of `resumed`. Times are those of the
+    replica's clock. `queued_s` is how long the turn waited in the engine.
     """
 
     call: TurnCall
@@ -72,7 +71,6 @@ class LiveTurn:
     first_token_s: float | None = None
     last_token_s: float | None = None
     finish: Finish | None = None
-    settled: bool = False
     trace: ReplicaTrace = UNTRACED
 
     @property

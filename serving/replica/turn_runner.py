@@ -130,19 +130,17 @@ class TurnRunner:
         try:
             await self._follow(begun)
             begun.trace.computed()
-            begun.settled = True
-            ending = self._ending.start(begun.named, self._settle(begun))  # it goes on if the client leaves
-            try:
-                return await self._tasks.outcome(ending)
-            except asyncio.CancelledError:
-                self._ending.client_left(begun.named, ending)
-                raise
-        finally:
-            if not begun.settled:
-                begun.settled = True
-                leaving = self._leave(begun)
-                asker.has_left()  # the session's next turn, if it is here already, waits for the task
-                await self._tasks.outcome(leaving)
+        except BaseException:
+            leaving = self._leave(begun)
+            asker.has_left()  # the session's next turn, if it is here already, waits for the task
+            await self._tasks.outcome(leaving)
+            raise
+        ending = self._ending.start(begun.named, self._settle(begun))  # it goes on if the client leaves
+        try:
+            return await self._tasks.outcome(ending)
+        except asyncio.CancelledError:
+            self._ending.client_left(begun.named, ending)
+            raise
 
     def abort(self, request_id: str | None, tenant: str) -> int:
         """Aborts the tenant's requests with this id (None: all of them), and returns how many. They end with reason
