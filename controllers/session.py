@@ -143,7 +143,6 @@ class SessionController:
             session_id=session_id,
             epoch=epoch,
             turn_index=session.turns,
-            history=session.chain.tokens,
             history_len=history_len,
             chain=session.chain,
             room_tokens=session.room_tokens(history_len),
@@ -201,7 +200,7 @@ class SessionController:
         committed_len = len(session.chain)
         history_len = committed_len if length is None else length
         check_fork(committed_len, history_len)
-        session.turn = fork = Fork(session_id, session.chain.tokens, history_len, session.chain)
+        session.turn = fork = Fork(session_id, history_len, session.chain)
         self._changed.add(session_id)
         return fork
 

@@ -13,16 +13,15 @@ from controllers.records import Checkpoint
 class Turn:
     """A turn in flight. Ended by exactly one of `commit_turn` and `abort_turn`.
 
-    Ownership: `history` is the session's own, lent for reading. Its first `history_len` tokens do not change until the
-    turn ends, nor does that part of `chain`. `checkpoints`, oldest first, are lent in the same way. `room_tokens` is
-    how many tokens the turn may add (None: no limit). `open_key` tells the session from earlier and later ones of its
-    name. `whole`: the session's client has sent whole histories before.
+    Ownership: `chain` is the session's own, lent for reading. Its first `history_len` tokens do not change until the
+    turn ends. `checkpoints`, oldest first, are lent in the same way. `room_tokens` is how many tokens the turn may add
+    (None: no limit). `open_key` tells the session from earlier and later ones of its name. `whole`: the session's
+    client has sent whole histories before.
     """
 
     session_id: str
     epoch: int
     turn_index: int
-    history: Sequence[int]
     history_len: int
     chain: HistoryChain
     room_tokens: int | None = None
@@ -33,18 +32,27 @@ class Turn:
     checkpoints: Sequence[Checkpoint] = ()
     whole: bool = False
 
+    @property
+    def history(self) -> Sequence[int]:
+        """All tokens of `chain`."""
+        return self.chain.tokens
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fork:
     """A fork in flight. Until it ends the parent takes no turn. Ended by one of `finish_fork` and `abort_fork`.
 
-    Ownership: `history` and `chain` are the parent's own, lent for reading. They do not change until the fork ends.
+    Ownership: `chain` is the parent's own, lent for reading. It does not change until the fork ends.
     """
 
     session_id: str
-    history: Sequence[int]
     history_len: int
     chain: HistoryChain
+
+    @property
+    def history(self) -> Sequence[int]:
+        """All tokens of `chain`."""
+        return self.chain.tokens
 
 
 @dataclass(frozen=True, slots=True)
