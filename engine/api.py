@@ -252,11 +252,10 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a request ended. `matched` is the stop token id or stop string; `error` is set for ERROR only."""
+    """How a request ended. `matched` is the stop token id or stop string; `error` is set for ERROR, and only then."""
 
     reason: FinishReason
     matched: int | str | None = None
-    message: str | None = None
     error: EngineError | None = None
 
 

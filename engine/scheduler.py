@@ -131,13 +131,13 @@ class Scheduler:
     def fail(self, batch: ScheduledBatch, error: EngineError) -> list[TokenDelta]:
         """A step failed: ends its requests with an error, rolled back like an abort."""
         self._batches_in_flight -= 1
-        finish = Finish(FinishReason.ERROR, message=error.message, error=error)
+        finish = Finish(FinishReason.ERROR, error=error)
         live = [request for item in batch.items if (request := self._request_of(item)) is not None]
         return [self._end(request, finish) for request in live]
 
     def abandon_all(self, error: EngineError) -> list[TokenDelta]:
         """Answers every live request when the engine ends. Does not touch the books, which may be broken."""
-        finish = Finish(FinishReason.ERROR, message=error.message, error=error)
+        finish = Finish(FinishReason.ERROR, error=error)
         deltas = [request.delta((), finish=finish) for request in self._live.values()]
         self._live.clear()
         self._sessions_in_turn.clear()
@@ -223,7 +223,7 @@ class Scheduler:
             error = RequestTooLarge(
                 f"{len(request.tokens)} tokens found no room in an idle KV pool: {accounts}"
             )
-        return self._end(request, Finish(FinishReason.ERROR, message=error.message, error=error))
+        return self._end(request, Finish(FinishReason.ERROR, error=error))
 
     def update(self, batch: ScheduledBatch, output: ModelOutput) -> list[TokenDelta]:
         """Takes in a step's result: commits KV, accepts tokens, ends what is done."""
@@ -438,7 +438,7 @@ class Scheduler:
 
 def _refusal(spec: GenerateRequest, error: EngineError) -> TokenDelta:
     """The only delta of a request that never went live."""
-    finish = Finish(FinishReason.ERROR, message=error.message, error=error)
+    finish = Finish(FinishReason.ERROR, error=error)
     return TokenDelta(spec.request_id, (), spec.prompt_len, 0, 0, finish=finish)
 
 

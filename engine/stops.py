@@ -118,4 +118,4 @@ def _failed(whose: str, error: BaseException) -> Finish:
     code, in which both work, is no Exception."""
     if not isinstance(error, ConstraintFailed):
         error = StepFailed(f"the {whose} failed: {type(error).__name__}: {error}")
-    return Finish(FinishReason.ERROR, message=error.message, error=error)
+    return Finish(FinishReason.ERROR, error=error)

@@ -220,7 +220,7 @@ class Kedge:
         events: list[Any] = []
         for delta in deltas:
             if delta.finish is not None and delta.finish.reason in (FinishReason.ERROR, FinishReason.ABORT):
-                events.append(RuntimeError(f"{delta.request_id}: {delta.finish.message}"))
+                events.append(RuntimeError(f"{delta.request_id}: {delta.finish.error}"))
             else:
                 events.append(Event(delta.request_id, now_s, delta.token_ids, delta.finish is not None))
         self._queue.put(events)

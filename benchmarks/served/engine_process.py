@@ -319,8 +319,7 @@ def _delta(progress: Progress) -> TokenDelta:
     finish = progress.finish
     if finish is not None:
         reason, matched, message = finish
-        error = EngineError(message or "") if reason == FinishReason.ERROR else None
-        ended = Finish(FinishReason(reason), matched, message, error)
+        ended = Finish(FinishReason(reason), matched, None if message is None else EngineError(message))
     return TokenDelta(
         progress.request_id,
         progress.token_ids,
@@ -340,7 +339,7 @@ def _progress(delta: TokenDelta) -> Progress:
     finish = delta.finish
     said = None
     if finish is not None:
-        message = finish.message if finish.error is None else finish.error.message
+        message = None if finish.error is None else finish.error.message
         said = (finish.reason.value, finish.matched, message)
     return Progress(
         delta.request_id,
@@ -440,7 +439,7 @@ class Child:
         try:
             self._engine.submit(request)
         except EngineError as error:
-            ended = Finish(FinishReason.ERROR, message=error.message, error=error)
+            ended = Finish(FinishReason.ERROR, error=error)
             self._deliver([TokenDelta(message.request_id, (), 0, 0, 0, finish=ended)])
 
 

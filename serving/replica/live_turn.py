@@ -93,7 +93,7 @@ class LiveTurn:
         """The event that ends a turn which did not fail, at this Unix time. Its totals are those of the last delta."""
         assert self.finish is not None
         last = self.events[-1] if self.events else TurnEvent(prompt_tokens=len(self.prompt.new_tokens))
-        finish = TurnFinish(self.finish.reason.value, self.finish.matched, self.finish.message)
+        finish = TurnFinish(self.finish.reason.value, self.finish.matched)
         return replace(end_behind(last, finish), ended_s=ended_s)
 
 

@@ -327,9 +327,9 @@ class TurnRunner:
         try:
             if live.finish.reason is FinishReason.ERROR:
                 self._roll_back(live)
-                failure = live.finish.error or EngineError(live.finish.message or "the request failed")
-                self._metrics.turn_ended(outcome_of(failure))
-                return error_event(failure)
+                assert live.finish.error is not None
+                self._metrics.turn_ended(outcome_of(live.finish.error))
+                return error_event(live.finish.error)
             if live.finish.reason is FinishReason.ABORT:
                 self._roll_back(live)
                 self._metrics.turn_ended("aborted")
