@@ -24,8 +24,9 @@ def admit_session(sessions: int, max_sessions: int, expires_in_s: float | None =
 def admit_timeout(timeout_s: float | None, settings: ClusterSettings) -> None:
     """Raises InvalidTimeout if the timeout is longer than the operator allows sessions to idle."""
     if timeout_s is not None and timeout_s > settings.max_timeout_s:
-        message = f"sessions may idle for {settings.max_timeout_s:g} s at most, not for {timeout_s:g} s"
-        raise InvalidTimeout(message, "timeout_s")
+        raise InvalidTimeout(
+            f"sessions may idle for {settings.max_timeout_s:g} s at most, not for {timeout_s:g} s"
+        )
 
 
 def admit_to_tenant(use: TenantUse, settings: ClusterSettings, *, copied_tokens: int = 0) -> None:

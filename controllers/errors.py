@@ -100,9 +100,7 @@ class InvalidMove(ControllerError):
     """There is no such replica to move the session to."""
 
     code = "invalid_move"
-
-    def __init__(self, message: str, param: str | None = "to") -> None:
-        super().__init__(message, param)
+    field = "to"
 
 
 class CapacityExceeded(ControllerError):
@@ -137,6 +135,7 @@ class InvalidTimeout(ControllerError):
     """A session was to be opened with a longer idle timeout than the operator allows."""
 
     code = "invalid_request"
+    field = "timeout_s"
 
 
 class Overloaded(ControllerError):

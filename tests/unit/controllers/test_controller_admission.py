@@ -42,5 +42,6 @@ def test_nobody_idles_longer_than_the_operator_allows() -> None:
     settings = ClusterSettings(max_timeout_s=60.0)
     for timeout_s in (None, 60.0):
         admit_timeout(timeout_s, settings)
-    with pytest.raises(InvalidTimeout, match="60 s at most, not for 1e"):
+    with pytest.raises(InvalidTimeout, match="60 s at most, not for 1e") as caught:
         admit_timeout(1e9, settings)
+    assert caught.value.param == "timeout_s"
