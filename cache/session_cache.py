@@ -272,10 +272,9 @@ class SessionAwareCache:
         self._inner.shrink(kv, len(tokens))
         self._inner.cache_finished(kv, tokens)
 
-    def finish_turn(self, session_id: str, kv: SequenceKV, tokens: Tokens, target_len: int) -> None:
-        """A turn ended well at `target_len` tokens (input plus finished output): its KV, which is that of `tokens`,
-        moves to the slot."""
-        self._trim_overshoot(kv, target_len)
+    def finish_turn(self, session_id: str, kv: SequenceKV, tokens: Tokens) -> None:
+        """A turn ended well with these tokens (input plus finished output): their KV moves to the slot."""
+        self._trim_overshoot(kv, len(tokens))
         self._inner.slide(kv, 0)
         self._park(session_id, kv, tokens)
 

@@ -29,6 +29,8 @@ _TYPECODE = next(code for code in "IL" if array(code).itemsize == _TOKEN.itemsiz
 class Tokens(Protocol):
     """A sequence's token ids, read in slices."""
 
+    def __len__(self) -> int: ...
+
     def __getitem__(self, part: slice, /) -> Sequence[int] | NDArray[np.int32]: ...
 
 

@@ -422,7 +422,7 @@ class Scheduler:
             if session_id is None:
                 self._cache.finish(kv, request.tokens.array())
             else:
-                self._cache.finish_turn(session_id, kv, request.tokens, len(request.tokens))
+                self._cache.finish_turn(session_id, kv, request.tokens)
         elif kv is not None:
             self._give_back(request)
         (self._proposer.commit if done else self._proposer.rollback)(request)

@@ -226,7 +226,7 @@ def a_queue(num_waiting: int) -> Callable[[], object]:
         kv = cache.begin(match, Holder(f"s{index}", "r"))
         cache.extend(kv, pages_each * PAGE_SIZE)
         kv.commit(pages_each * PAGE_SIZE, None)
-        cache.finish_turn(f"s{index}", kv, np.zeros(kv.committed_len, dtype=np.int32), kv.committed_len)
+        cache.finish_turn(f"s{index}", kv, np.zeros(kv.committed_len, dtype=np.int32))
     for index in range(num_waiting):
         prompt = [(index * 7 + n) % 900 for n in range(800)]
         scheduler.add(GenerateRequest(f"w{index}", prompt, SamplingParams(50)))

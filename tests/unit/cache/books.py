@@ -142,7 +142,7 @@ class Books:
         if share:
             self.sessions.cache_unfinished(kv, tokens)
             self.check()
-        self.sessions.finish_turn(session_id, kv, tokens, len(tokens))
+        self.sessions.finish_turn(session_id, kv, tokens)
         self.check()
         return kv
 

@@ -50,7 +50,7 @@ def test_a_page_s_life_is_told_in_the_words_of_the_books() -> None:
     assert last(first) == ("allocated", Holder("a", "r"))
     books.sessions.cache_unfinished(kv, tokens)
     assert last(first) == ("shared", Holder("a", "r"))
-    books.sessions.finish_turn("a", kv, tokens, 9)
+    books.sessions.finish_turn("a", kv, tokens)
     twin = books.prefixes.begin(books.prefixes.match_prefix("", tokens_from(0, 4)), Holder("b", "twin"))
     books.fill(twin, 8)
     duplicate = int(twin.pages[1])

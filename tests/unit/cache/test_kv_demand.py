@@ -21,7 +21,7 @@ def test_a_running_turn_is_demand_and_an_idle_session_is_none() -> None:
     kv = books.begin("a", tokens_from(0, 15))
     books.fill(kv, 14)
     assert pages(books) == 4
-    books.sessions.finish_turn("a", kv, tokens_from(0, 15), 15)
+    books.sessions.finish_turn("a", kv, tokens_from(0, 15))
     assert books.accounts().session == 4
     assert pages(books) == 0
     kv = books.begin("a", tokens_from(0, 20))

@@ -103,7 +103,7 @@ def test_free_tail_frees_only_pages_wholly_past_the_prefix(page_size: int) -> No
         books.sessions.extend(kv, 4 * page_size) is Room.READY
     )  # as after a verify step that allocated more than was accepted
     kv.commit(page_size + 1, None)
-    books.sessions.finish_turn("a", kv, tokens_from(0, 4 * page_size), 4 * page_size)
+    books.sessions.finish_turn("a", kv, tokens_from(0, 4 * page_size))
     pages = kv.pages.tolist()
     again = books.begin("a", tokens_from(0, 4 * page_size))
     books.check()
@@ -127,7 +127,7 @@ def test_a_turn_that_recomputes_one_token_keeps_its_part_filled_page() -> None:
     books = Books.make(4)
     kv = books.begin("a", tokens_from(0, 7))
     books.fill(kv, 7)
-    books.sessions.finish_turn("a", kv, tokens_from(0, 7), 7)  # as with max_new_tokens=0: every token has KV
+    books.sessions.finish_turn("a", kv, tokens_from(0, 7))  # as with max_new_tokens=0: every token has KV
     again = books.begin("a", tokens_from(0, 7))
     assert (again.committed_len, again.num_pages) == (6, 2)
 
@@ -138,7 +138,7 @@ def test_trim_overshoot_cuts_every_length_to_the_target(page_size: int) -> None:
     kv = books.begin("a", tokens_from(0, 10))
     books.fill(kv, 5 * page_size)  # as if drafts past a stop were accepted
     target = 2 * page_size + 1
-    books.sessions.finish_turn("a", kv, tokens_from(0, target), target)
+    books.sessions.finish_turn("a", kv, tokens_from(0, target))
     books.check()
     assert (kv.committed_len, kv.allocated_len) == (target, target)
     assert kv.num_pages == pages_for(target, page_size)
@@ -150,7 +150,7 @@ def test_trim_overshoot_leaves_an_exact_turn_alone() -> None:
     kv = books.begin("a", tokens_from(0, 10))
     books.fill(kv, 9)
     pages = kv.pages.tolist()
-    books.sessions.finish_turn("a", kv, tokens_from(0, 10), 10)
+    books.sessions.finish_turn("a", kv, tokens_from(0, 10))
     assert (kv.pages.tolist(), kv.committed_len, kv.allocated_len) == (pages, 9, 9)
 
 

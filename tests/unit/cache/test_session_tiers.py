@@ -77,7 +77,7 @@ def test_a_turn_takes_back_what_is_being_saved(failed: bool) -> None:
     books.tiers.copy_done(save.key, failed=failed)
     assert [order.kind for order in books.take_orders()] == [DROP] * (not failed)
     books.fill(kv, 19)
-    books.sessions.finish_turn("a", kv, tokens_from(0, 20), 20)
+    books.sessions.finish_turn("a", kv, tokens_from(0, 20))
     books.check()
     assert books.sessions.held_tokens() == {"a": 19}
     assert (books.tiers.num_to_host, books.tiers.num_to_log) == (0, 0)
@@ -332,7 +332,7 @@ def test_window_pages_travel_with_the_session() -> None:
     kv = books.begin("a", tokens_from(0, 60))
     assert kv.committed_len == 49
     books.fill(kv, 59, keep_len=50)
-    books.sessions.finish_turn("a", kv, tokens_from(0, 60), 60)
+    books.sessions.finish_turn("a", kv, tokens_from(0, 60))
     books.check()
     books.sessions.release_session("a")
     books.assert_empty()

@@ -51,7 +51,7 @@ def test_what_a_rollback_needs_stays_behind_a_gap(page_size: int, step: int) -> 
     books = windowed(page_size, 8, num_pages=256)
     kv = books.begin("a", tokens_from(0, 200))
     books.fill(kv, 33, keep_len=0)
-    books.sessions.finish_turn("a", kv, tokens_from(0, 33), 33)
+    books.sessions.finish_turn("a", kv, tokens_from(0, 33))
     before = kv.window.live().tolist()  # type: ignore[union-attr]
     kv = books.begin("a", tokens_from(0, 200))
     for length in range(33 + step, 160, step):
@@ -66,7 +66,7 @@ def test_what_a_rollback_needs_stays_behind_a_gap(page_size: int, step: int) -> 
     assert kv.window.live().tolist() == before  # type: ignore[union-attr]
     kv = books.begin("a", tokens_from(0, 200))
     books.fill(kv, 120, keep_len=33)
-    books.sessions.finish_turn("a", kv, tokens_from(0, 200), 120)
+    books.sessions.finish_turn("a", kv, tokens_from(0, 120))
     books.check()
     assert books.window_accounts().session <= books.window.pages_for_span(1)
     books.sessions.release_session("a")
@@ -291,7 +291,7 @@ def test_the_session_s_window_moves_with_its_kv() -> None:
     assert (busy.session, busy.in_flight) == (0, idle.session)
     assert kv.holder == Holder("a", "r")
     books.fill(kv, 39, keep_len=29)
-    books.sessions.finish_turn("a", kv, tokens_from(0, 40), 40)
+    books.sessions.finish_turn("a", kv, tokens_from(0, 40))
     books.check()
     books.sessions.release_session("a")
     books.assert_empty()

@@ -205,9 +205,9 @@ def test_what_a_verify_step_accepted_past_the_end_is_cut(page_size: int, end: st
     overshoots: list[int] = []
     finish_turn = driver.cache.finish_turn
 
-    def watched(session_id: str, kv, tokens, target_len: int) -> None:  # type: ignore[no-untyped-def]
-        overshoots.append(kv.committed_len - target_len)
-        finish_turn(session_id, kv, tokens, target_len)
+    def watched(session_id: str, kv, tokens) -> None:  # type: ignore[no-untyped-def]
+        overshoots.append(kv.committed_len - len(tokens))
+        finish_turn(session_id, kv, tokens)
 
     driver.cache.finish_turn = watched  # type: ignore[method-assign]
     for number in range(14):

@@ -325,9 +325,9 @@ def test_a_retracted_turn_commits_once(page_size: int, speculates: bool) -> None
     commits: list[tuple[str, int]] = []
     finish_turn = driver.cache.finish_turn
 
-    def counted(session_id: str, kv: Any, tokens: Any, target_len: int) -> None:
-        commits.append((session_id, target_len))
-        finish_turn(session_id, kv, tokens, target_len)
+    def counted(session_id: str, kv: Any, tokens: Any) -> None:
+        commits.append((session_id, len(tokens)))
+        finish_turn(session_id, kv, tokens)
 
     driver.cache.finish_turn = counted  # type: ignore[method-assign]
     talk = Talk(driver, "s")
