@@ -279,17 +279,13 @@ class SessionAwareCache:
         self._park(session_id, kv, tokens)
 
     def give_back(self, kv: SequenceKV, session_id: str | None, tokens: Tokens, history_len: int) -> None:
-        """An unfinished request gives up its KV; what its session had committed stays."""
+        """A request that was aborted or retracted gives up its KV. What its session had committed, the first
+        `history_len` of `tokens`, stays: their KV moves back to the slot."""
         if session_id is None:
             self._inner.release(kv)
         else:
-            self.rollback_turn(session_id, kv, tokens, history_len)
-
-    def rollback_turn(self, session_id: str, kv: SequenceKV, tokens: Tokens, history_len: int) -> None:
-        """A turn was aborted or retracted: its KV past `history_len` is freed. The rest, which is KV of `tokens`, moves
-        back to the slot."""
-        self._inner.shrink(kv, history_len)
-        self._park(session_id, kv, tokens)
+            self._inner.shrink(kv, history_len)
+            self._park(session_id, kv, tokens)
 
     def rewind_session(self, session_id: str, length: int) -> None:
         """Cuts an idle session's KV to at most `length` tokens. Raises SessionBorrowed during a turn."""

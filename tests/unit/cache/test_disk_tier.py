@@ -62,7 +62,7 @@ def resume(books: Books, name: str) -> int:
     was."""
     kv = books.begin(name, tokens_from(1000 * ord(name[0]), 20))
     length = kv.committed_len
-    books.sessions.rollback_turn(name, kv, tokens_from(1000 * ord(name[0]), 20), length)
+    books.sessions.give_back(kv, name, tokens_from(1000 * ord(name[0]), 20), length)
     books.check()
     return length
 
@@ -369,7 +369,7 @@ def test_a_turn_that_needs_none_of_it_begins_while_it_is_written() -> None:
     assert kv.committed_len == 0
     books.check()
     books.tiers.copy_done(write.key)
-    books.sessions.rollback_turn("a", kv, tokens_from(97000, 5), 0)
+    books.sessions.give_back(kv, "a", tokens_from(97000, 5), 0)
     books.end_copies()
     close_all(books, "b")
 
@@ -469,4 +469,4 @@ def test_where_each_sessions_kv_is_can_be_asked() -> None:
     places = books.sessions.places(["a", "b", "c", "d", "unknown"])
     said = {name: (place.tier, place.tokens) for name, place in places.items()}
     assert said == {"a": ("disk", 14), "b": ("host", 14), "c": ("device", 8), "d": ("device", None)}
-    books.sessions.rollback_turn("d", kv, tokens_from(5000, 12), 8)
+    books.sessions.give_back(kv, "d", tokens_from(5000, 12), 8)

@@ -64,5 +64,5 @@ def test_a_page_s_life_is_told_in_the_words_of_the_books() -> None:
     kv = books.begin("c", joined(tokens, tokens))
     books.fill(kv, 5)
     page = int(kv.pages[1])
-    books.sessions.rollback_turn("c", kv, tokens, 2)
+    books.sessions.give_back(kv, "c", tokens, 2)
     assert last(page) == ("freed", Holder("c", "r"))

@@ -31,7 +31,7 @@ def test_a_turns_kv_is_its_tenants() -> None:
     lent = books.sessions.kv_bytes([kv])
     assert lent == {("anna", "device"): 4 * PAGE_BYTES}
     assert books.sessions.session_ids() == {"a"}
-    books.sessions.rollback_turn("a", kv, tokens_from(0, 20), 14)
+    books.sessions.give_back(kv, "a", tokens_from(0, 20), 14)
 
 
 def test_shared_pages_are_nobodys() -> None:

@@ -118,7 +118,7 @@ def test_free_tail_is_a_no_op_in_the_common_case() -> None:
         before = (kv.pages.tolist(), kv.allocated_len)
         books.begin(f"s{length}", tokens_from(100 * length, length + 1))
         assert (kv.pages.tolist(), kv.allocated_len) == before
-        books.sessions.rollback_turn(f"s{length}", kv, tokens_from(100 * length, length), length)
+        books.sessions.give_back(kv, f"s{length}", tokens_from(100 * length, length), length)
         books.sessions.release_session(f"s{length}")
     books.assert_empty()
 
@@ -162,7 +162,7 @@ def test_rollback_keeps_the_committed_history(page_size: int) -> None:
     pages = kv.pages.tolist()
     turn = books.begin("a", tokens_from(0, 5 * page_size))
     books.fill(turn, 4 * page_size)
-    books.sessions.rollback_turn("a", turn, history, len(history))
+    books.sessions.give_back(turn, "a", history, len(history))
     books.check()
     assert books.sessions.held_tokens() == {"a": len(history)}
     assert books.slot_kv("a") is kv
@@ -173,7 +173,7 @@ def test_rollback_of_a_first_turn_leaves_no_slot() -> None:
     books = Books.make(4)
     kv = books.begin("a", tokens_from(0, 10))
     books.fill(kv, 6)
-    books.sessions.rollback_turn("a", kv, tokens_from(0, 10), 0)
+    books.sessions.give_back(kv, "a", tokens_from(0, 10), 0)
     assert books.sessions.num_sessions == 0
     books.assert_empty()
 
@@ -184,7 +184,7 @@ def test_rollback_of_a_first_turn_returns_the_locks_on_its_shared_prompt() -> No
     kv = books.begin("a", tokens)
     books.fill(kv, 17)
     books.sessions.cache_unfinished(kv, tokens)
-    books.sessions.rollback_turn("a", kv, tokens_from(0, 10), 0)
+    books.sessions.give_back(kv, "a", tokens_from(0, 10), 0)
     books.check()
     accounts = books.accounts()
     assert (accounts.protected, accounts.cached, books.sessions.num_sessions) == (0, 4, 0)

@@ -59,7 +59,7 @@ def test_to_the_host_and_back() -> None:
     tiers = books.tiers
     assert (tiers.num_to_host, tiers.num_from_host, tiers.num_to_log) == (1, 1, 0)
     assert books.host.used_bytes == 0
-    books.sessions.rollback_turn("a", kv, tokens_from(0, 20), 14)
+    books.sessions.give_back(kv, "a", tokens_from(0, 20), 14)
     books.sessions.release_session("a")
     books.assert_empty()
 
@@ -90,7 +90,7 @@ def test_a_save_from_before_a_turn_does_not_settle_the_one_after() -> None:
     books.run_turn("a", tokens_from(0, 15))
     books.tiers.demote(books.slot("a"))
     (first,) = books.take_orders()
-    books.sessions.rollback_turn("a", books.begin("a", tokens_from(0, 20)), tokens_from(0, 20), 15)
+    books.sessions.give_back(books.begin("a", tokens_from(0, 20)), "a", tokens_from(0, 20), 15)
     books.tiers.demote(books.slot("a"))
     (second,) = books.take_orders()
     books.tiers.copy_done(first.key)
@@ -150,7 +150,7 @@ def test_a_turn_that_needs_none_of_it_begins_while_it_is_loaded() -> None:
     assert kv.committed_len == 0
     assert books.end_copies() == [LOAD]
     assert [order.kind for order in books.take_orders()] == [DROP]
-    books.sessions.rollback_turn("a", kv, tokens_from(0, 5), 0)
+    books.sessions.give_back(kv, "a", tokens_from(0, 5), 0)
     books.assert_empty()
 
 

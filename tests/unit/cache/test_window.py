@@ -60,7 +60,7 @@ def test_what_a_rollback_needs_stays_behind_a_gap(page_size: int, step: int) -> 
         assert books.window.resumable(kv, length)
         assert books.window_accounts().in_flight <= 2 * books.window.pages_for_span(step)
     assert books.window_accounts().in_flight < kv.num_pages, "there is a gap"
-    books.sessions.rollback_turn("a", kv, tokens_from(0, 200), 33)
+    books.sessions.give_back(kv, "a", tokens_from(0, 200), 33)
     books.check()
     assert books.sessions.held_tokens() == {"a": 33}
     assert kv.window.live().tolist() == before  # type: ignore[union-attr]
