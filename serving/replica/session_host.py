@@ -150,26 +150,25 @@ class SessionHost:
         self._sessions.drop(session_id)
         await self._free_kv(session_id)
 
-    async def close(self, session_id: str, epoch: int | None = None) -> bool:
-        """Ends the session for good, now or when its turn in flight has ended. False if it is not held here, or if
-        another replica owns it by now. With `epoch` it must be held at that epoch, so that a call that is repeated late
-        does not close a later session of the same name.
+    async def close(self, session_id: str, epoch: int) -> bool:
+        """Ends the session for good, now or when its turn in flight has ended. False if it is not held here at `epoch`,
+        or if another replica owns it by now. So a call that is repeated late does not close a later session of the same
+        name.
 
         A close that waits for a turn is in the log before this returns. Whoever owns the session when the turn has
         ended carries it out. Raises ControllerError if the ledger could not be told.
         """
-        if epoch is not None and (loading := self._loading.get((session_id, epoch))) is not None:
+        if (loading := self._loading.get((session_id, epoch))) is not None:
             with suppress(ControllerError):  # without waiting, it could be loaded after it was closed
                 await self._tasks.outcome(loading)
-        held = self._sessions.epoch(session_id)
-        if held is None or epoch not in (None, held):
+        if not self._sessions.knows(session_id, epoch):
             return False
         turn_key = self._sessions.close(session_id)
         try:
             if turn_key is None:
-                await self._end(session_id, held)
+                await self._end(session_id, epoch)
             else:
-                await self._controller.close_after(session_id, held, turn_key)
+                await self._controller.close_after(session_id, epoch, turn_key)
         except StaleEpoch:
             return False
         except SessionNotFound:  # the turn has ended meanwhile, and the session with it

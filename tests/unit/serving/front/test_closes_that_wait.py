@@ -153,7 +153,7 @@ async def test_a_turn_that_comes_while_its_session_is_ended_waits_for_that(serve
     a = served.rigs[0]
     a.runner.step_s = 0.0
     served.controller.gate.clear()
-    ending = asyncio.create_task(a.host.close("s"))
+    ending = asyncio.create_task(a.host.close("s", 1))
     while a.sessions.epoch("s") is not None:
         await asyncio.sleep(0)
     turn = asyncio.create_task(a.run(call([4], "s"), 1))

@@ -98,5 +98,5 @@ async def test_a_session_of_another_model_can_be_closed(tmp_path: Path) -> None:
         model = changed(tokenizer="tokenizer-b")
         async with running_rig(tmp_path, controller=former.controller, replica_id="b", model=model) as rig:
             await go_on(rig, former)
-            assert not await rig.host.close("s"), "it is not held here: the controller closes it"
+            assert not await rig.host.close("s", 1), "it is not held here: the controller closes it"
             assert former.controller.cluster.close_session("s", "")

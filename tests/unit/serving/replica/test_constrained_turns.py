@@ -44,7 +44,7 @@ async def test_a_constrained_turn_is_a_turn_like_any_other(tmp_path: Path) -> No
         known = events[-1].prompt_tokens + events[-1].completion_tokens
         last = (await rig.run(call([3], "s"), epoch))[-1]
         assert (last.cached_tokens, last.prompt_tokens) == (known - 1, known + 1)
-        await rig.host.close("s")
+        await rig.host.close("s", 1)
         await rig.books_are_empty()
 
 

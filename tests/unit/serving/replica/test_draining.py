@@ -224,7 +224,7 @@ async def test_a_close_that_comes_while_a_session_is_handed_over_is_carried_out(
     await served.rigs[0].in_turn("s")
     if first == "close":
         served.cluster.close_after("s", 1, "")
-    closing = asyncio.create_task(host.close("s"))
+    closing = asyncio.create_task(host.close("s", 1))
     await asyncio.sleep(0)
     served.controller.gate.set()
     await handing_over

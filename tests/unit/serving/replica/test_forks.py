@@ -49,9 +49,9 @@ async def test_a_fork_goes_on_like_a_session_with_that_history(rig: Rig, length:
     of_child = history[:tokens]
     assert await say(rig, "c", of_child, [7, 8]) in (tokens, max(0, tokens - 1))
     assert await say(rig, "p", history, [9]) in (48, 47)
-    await rig.host.close("p")
+    await rig.host.close("p", 1)
     await say(rig, "c", of_child, [3])
-    await rig.host.close("c")
+    await rig.host.close("c", 1)
     await rig.books_are_empty()
 
 
@@ -66,12 +66,12 @@ async def test_forks_of_forks_end_in_any_order(rig: Rig) -> None:
         histories[child] = histories[mother][:length]
         assert await say(rig, child, histories[child], [index + 1]) in (length, length - 1)
     for session_id in ("p", "c3", "c0", "c5", "c1"):
-        await rig.host.close(session_id)
+        await rig.host.close(session_id, 1)
         del histories[session_id]
         for other, history in histories.items():
             await say(rig, other, history, [5])
     for session_id in histories:
-        await rig.host.close(session_id)
+        await rig.host.close(session_id, 1)
     await rig.books_are_empty()
 
 
@@ -132,14 +132,14 @@ async def test_closing_the_parent_during_the_fork_ends_it_afterwards(rig: Rig) -
     rig.controller.gate.clear()
     forking = asyncio.create_task(rig.host.fork("p", 1, ForkOrder("c", "k")))
     await rig.in_turn("p")
-    closing = asyncio.create_task(rig.host.close("p"))
+    closing = asyncio.create_task(rig.host.close("p", 1))
     await asyncio.sleep(0)
     rig.controller.gate.set()
     await forking
     assert await closing
     assert [entry.session_id for entry in rig.controller.cluster.sessions()] == ["c"]
     await say(rig, "c", history, [7])
-    await rig.host.close("c")
+    await rig.host.close("c", 1)
     await rig.books_are_empty()
 
 

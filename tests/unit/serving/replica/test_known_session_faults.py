@@ -70,7 +70,7 @@ async def test_the_next_turn_waits_while_the_one_that_its_client_left_is_ended(
     answers = [await asyncio.wait_for(task, WAIT_S) for task in (coming, also_coming)]
     assert tokens_of(answers[0]) == null_generate([*history, 7], 8, VOCAB_SIZE)
     assert error_code(answers[1]) == "turn_in_flight", "one at a time, as ever"
-    await rig.host.close("s")
+    await rig.host.close("s", 1)
     await rig.books_are_empty()
 
 
@@ -89,7 +89,7 @@ async def test_who_leaves_while_waiting_for_a_turn_to_end_leaves_nothing(rig: Ri
     rig.runner.go_on()
     await rig.settled()
     assert tokens_of(await rig.run(call([8], "s"), epoch)) == null_generate([*history, 8], 8, VOCAB_SIZE)
-    await rig.host.close("s")
+    await rig.host.close("s", 1)
     await rig.books_are_empty()
 
 
@@ -132,7 +132,7 @@ async def test_a_session_whose_turn_ended_in_the_queue_goes_on(tmp_path: Path, e
         elif end == "timed out":
             await rig.host.expire_idle()
         else:
-            assert await rig.host.close("s")
+            assert await rig.host.close("s", 1)
         rig.runner.go_on()
         await asyncio.wait([queued, other], timeout=WAIT_S)
         assert tokens_of(other.result()) == null_generate([9], 20, VOCAB_SIZE)
@@ -148,8 +148,8 @@ async def test_a_session_whose_turn_ended_in_the_queue_goes_on(tmp_path: Path, e
             events = await rig.run(call([7], "s"), epoch)
             assert events[-1].prompt_tokens == len(history) + 1
             assert tokens_of(events) == null_generate([*history, 7], 8, VOCAB_SIZE)
-            await rig.host.close("s")
-        await rig.host.close("other")
+            await rig.host.close("s", 1)
+        await rig.host.close("other", 1)
         await rig.books_are_empty()
 
 
@@ -162,7 +162,7 @@ async def test_nothing_is_a_session_s_after_it_was_closed_however_its_turn_ends(
     rig.runner.hold()
     turn = asyncio.create_task(rig.run(call([5], "s", max_new_tokens=30, request_id="last"), epoch))
     await rig.begun()
-    assert await rig.host.close("s")
+    assert await rig.host.close("s", 1)
     if end == "aborted":
         rig.turns.abort("last", "")
     elif end == "left":

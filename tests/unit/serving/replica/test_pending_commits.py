@@ -72,7 +72,7 @@ async def test_a_finished_turn_waits_for_the_log_and_keeps_its_kv(rig: Rig) -> N
     assert rig.figure("kedge_commit_retries_total") > 0
     await rig.pending_commits(0)
     assert rig.figure("kedge_commits_failing") == 0
-    await rig.host.close("s")
+    await rig.host.close("s", 1)
     await rig.books_are_empty()
 
 
@@ -190,7 +190,7 @@ async def test_a_close_waits_for_a_pending_commit(rig: Rig) -> None:
     turn = told(rig, [2], epoch, [])
     await rig.pending_commits(1)
     with pytest.raises(StoreError):
-        await rig.host.close("s")  # if this succeeded, the close could be lost
+        await rig.host.close("s", 1)  # if this succeeded, the close could be lost
     rig.controller.log.away = False
     assert (await turn).finish is not None
     await rig.settled()
@@ -220,7 +220,7 @@ async def test_patience_ends_in_a_typed_error_and_the_key_finds_out(tmp_path: Pa
         assert turns_in_log(rig) == (2, len(history))
         events = await rig.run(call([3], "s"), epoch)
         assert tokens_of(events) == null_generate([*history, 3], 8, VOCAB_SIZE)
-        await rig.host.close("s")
+        await rig.host.close("s", 1)
         await rig.books_are_empty()
 
 

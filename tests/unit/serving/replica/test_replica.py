@@ -64,7 +64,7 @@ async def test_turns_of_a_session_equal_one_long_request(rig: Rig) -> None:
             assert final.cached_tokens in (len(history), len(history) - 1)
         history += new + output
     assert rig.controller.cluster.sessions()[0].tokens == len(history)
-    await rig.host.close("s")
+    await rig.host.close("s", 1)
     await rig.books_are_empty()
 
 
@@ -99,7 +99,7 @@ async def test_a_client_that_leaves_leaves_no_trace(rig: Rig) -> None:
     events = await rig.run(call([7], "s"), epoch)
     assert events[-1].prompt_tokens == len(history) + 1
     assert tokens_of(events) == null_generate([*history, 7], 8, VOCAB_SIZE)
-    await rig.host.close("s")
+    await rig.host.close("s", 1)
     await rig.books_are_empty()
 
 
@@ -113,7 +113,7 @@ async def test_a_bug_at_the_end_of_a_turn_keeps_no_session(rig: Rig, monkeypatch
             await rig.turns.run(call([2], "s"), epoch, lambda _event: None)
     events = await rig.run(call([3], "s"), epoch)
     assert tokens_of(events) == null_generate([*history, 3], 8, VOCAB_SIZE)
-    await rig.host.close("s")
+    await rig.host.close("s", 1)
     await rig.books_are_empty()
 
 
@@ -134,7 +134,7 @@ async def test_cancelled_at_any_moment(rig: Rig) -> None:
         history = expected if length == len(expected) else history
     events = await rig.run(call([1], "s"), epoch)
     assert tokens_of(events) == null_generate([*history, 1], 8, VOCAB_SIZE)
-    await rig.host.close("s")
+    await rig.host.close("s", 1)
     await rig.books_are_empty()
 
 
@@ -208,7 +208,7 @@ async def test_a_close_is_carried_out_though_the_turn_it_waited_for_fails(rig: R
     rig.runner.hold()
     task = asyncio.create_task(rig.run(call([1], "s"), epoch))
     await rig.begun()
-    assert await rig.host.close("s")
+    assert await rig.host.close("s", 1)
     rig.controller.failures["commit_turn"] = [StaleEpoch("moved")]
     rig.runner.go_on()
     failed = (await task)[-1].error
@@ -247,7 +247,7 @@ async def test_close_during_a_turn_waits_for_its_end(rig: Rig) -> None:
     rig.runner.hold()
     task = asyncio.create_task(rig.run(call([1], "s", max_new_tokens=20), epoch))
     await rig.begun()
-    assert await rig.host.close("s")
+    assert await rig.host.close("s", 1)
     assert rig.controller.cluster.sessions() != []
     refused = await rig.run(call([2], "s"), epoch)
     assert refused[-1].error is not None

@@ -196,7 +196,7 @@ async def test_a_session_that_is_to_be_closed_does_not_move(crowd: Crowd) -> Non
     turn = asyncio.create_task(crowd.turn(turn_of([5])))
     await crowd.rigs[0].in_turn("s")
     crowd.cluster.close_after("s", 1, "")  # the answer to this call is late
-    closing = asyncio.create_task(crowd.rigs[0].host.close("s"))
+    closing = asyncio.create_task(crowd.rigs[0].host.close("s", 1))
     await asyncio.sleep(0)
     crowd.controller.gate.set()
     assert await closing
@@ -214,7 +214,7 @@ async def test_a_close_that_comes_as_the_session_moves_is_for_its_next_owner(
     crowd.controller.gate.clear()
     turn = asyncio.create_task(crowd.rigs[0].run(turn_of([5]), 1))
     await crowd.rigs[0].in_turn("s")
-    closing = asyncio.create_task(crowd.rigs[0].host.close("s"))
+    closing = asyncio.create_task(crowd.rigs[0].host.close("s", 1))
     await asyncio.sleep(0)
     assert crowd.cluster.offer_session("s", 1, "a")
     if leaves:
