@@ -74,15 +74,12 @@ class DraftModel:
                 if part.sample is not None:
                     proposals[index] = []
                     wanted[index] = self._count(item.draft)
-        indices = list(wanted)
+        unfinished = list(wanted)
         while work:
-            picks = self._run(work)
-            work = []
-            for index, token in zip(indices, picks, strict=True):
+            for index, token in zip(unfinished, self._run(work), strict=True):
                 proposals[index].append(token)
-                if len(proposals[index]) < wanted[index]:
-                    work.append(_one_token(items[index], proposals[index]))
-            indices = [index for index in indices if len(proposals[index]) < wanted[index]]
+            unfinished = [index for index in unfinished if len(proposals[index]) < wanted[index]]
+            work = [_one_token(items[index], proposals[index]) for index in unfinished]
         for index, tokens in proposals.items():
             item = items[index]
             outputs[index] = replace(item, token_ids=[*item.token_ids, *tokens], num_drafts=len(tokens))
