@@ -16,7 +16,7 @@ from pydantic_core import from_json
 from serving.front.api.body_limits import BodyLimits, ValueCount
 from serving.front.api.fields import JsonSchema, NonEmptyText, refused_kind
 from serving.front.api.reply_json import Reply
-from serving.front.api.strict_json import StrictBody, large_integer_in, may_have_large_integer
+from serving.front.api.strict_json import StrictBody, can_travel
 
 MAX_TOOLS = 512
 MAX_TOOL_CALLS = 256
@@ -231,9 +231,7 @@ class ToolCall(StrictBody):
             parsed = from_json(arguments or "{}") if _may_be_object(arguments) else None
         except ValueError:
             parsed = None
-        is_object = isinstance(parsed, dict)
-        if is_object and may_have_large_integer(arguments.encode("utf-8", "surrogatepass")):
-            is_object = large_integer_in(parsed) is None
+        is_object = isinstance(parsed, dict) and can_travel(parsed)
         function = {"name": self.function.name, "arguments": parsed if is_object else arguments}
         return {"id": self.id, "type": self.type, "function": function}
 

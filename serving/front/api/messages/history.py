@@ -20,7 +20,7 @@ from serving.front.api.messages.blocks import (
     UserMessage,
     text_of,
 )
-from serving.front.api.strict_json import large_integer_in
+from serving.front.api.strict_json import can_travel
 
 TemplateMessage = dict[str, Any]
 _JOINED = ("reasoning_content", "content")
@@ -106,8 +106,7 @@ def _answered(
 def _called(block: ToolUseBlock) -> dict[str, Any]:
     """A call. The arguments stay an object, which templates write as JSON. With an integer of more than 64 bits they
     are text."""
-    travels = large_integer_in(block.input) is None
-    arguments = block.input if travels else json.dumps(block.input, ensure_ascii=False)
+    arguments = block.input if can_travel(block.input) else json.dumps(block.input, ensure_ascii=False)
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 

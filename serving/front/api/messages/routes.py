@@ -85,7 +85,8 @@ async def count_tokens(
 ) -> dict[str, int]:
     """The tokens of the prompt as the chat template renders it, up to where the answer begins."""
     adapter_of(body.model, service.model)
-    prompt = body.prompt(tools_in_use(body.tools, body.tool_choice, service.model))
+    tools = tools_in_use(body.tools, body.tool_choice, service.model)
+    prompt = await beside_streams(partial(body.prompt, tools), len(body.messages))
     with FieldNames(of_message=partial(_name_of_message, body)).in_errors():
         tokenized = await service.tokenize(prompt, add_special_tokens=True, with_token_strs=False)
     return {"input_tokens": len(tokenized.token_ids)}

@@ -17,6 +17,7 @@ from serving.front.api.openai.chat_schema import Messages
 from serving.front.api.reply_json import reply_json
 from serving.front.api.shared_fields import TemplateKwargs
 from serving.front.api.strict_json import NotSupported, StrictBody, StrictJsonRoute
+from serving.front.api.turn_streams import beside_streams
 from serving.wire.turns import ChatPrompt, TextPrompt
 
 Texts = Annotated[
@@ -103,7 +104,7 @@ async def tokenize(body: TokenizeBody, service: Service) -> Response:
             add_special_tokens=body.add_special_tokens is not False,
             with_token_strs=bool(body.return_token_strs),
         )
-        for prompt in body.prompts()
+        for prompt in await beside_streams(body.prompts, len(body.messages or ()))
     ]
     many = isinstance(body.prompt, list)
     reply: dict[str, Any] = {
