@@ -6,6 +6,7 @@ calls. Their ids are derived from the turn for the same reason, unless the model
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from base64 import b32encode
 from dataclasses import dataclass, field
@@ -15,9 +16,8 @@ from msgspec.structs import replace
 
 from serving.front.api.answers.held import HeldAnswer
 from serving.front.api.answers.tools import ToolUse
-from serving.front.api.answers.tools_schema import CallDelta, FunctionDelta
 from serving.text.answer_parsers import answer_parser
-from serving.text.answer_pieces import AnswerParser, Piece, Thought
+from serving.text.answer_pieces import AnswerParser, CallPiece, Piece, Thought
 from serving.text.reasoning.formats import ReasoningName, shown_tokens
 from serving.wire.turns import ModelInfo, OutputConstraint, TurnCall, TurnEvent, TurnFinish
 
@@ -52,16 +52,13 @@ def scope_of(call: TurnCall) -> Scope:
     return call.request_id if call.session is None else (call.tenant, call.session.session_id)
 
 
-AnswerPiece = str | Thought | CallDelta
-"""Content, a thought before it, or a call."""
-
-
 @dataclass(slots=True)
 class AnswerPart:
     """What an event adds to a choice, or the whole choice: its pieces in the order in which they came. There is at most
-    one delta for each call: some clients merge the deltas of a chunk by their position."""
+    one piece of each call: some clients merge the deltas of a chunk by their position. The first piece of each call has
+    an id."""
 
-    pieces: list[AnswerPiece] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
 
     @property
     def content(self) -> str | None:
@@ -75,8 +72,8 @@ class AnswerPart:
         return "".join(thoughts) if thoughts else None
 
     @property
-    def calls(self) -> list[CallDelta]:
-        return [piece for piece in self.pieces if isinstance(piece, CallDelta)]
+    def calls(self) -> list[CallPiece]:
+        return [piece for piece in self.pieces if isinstance(piece, CallPiece)]
 
     @property
     def is_text(self) -> bool:
@@ -97,15 +94,12 @@ class AnswerPart:
             else:
                 self.pieces.append(piece)
         elif piece.name is not None:
-            function = FunctionDelta(name=piece.name, arguments=piece.arguments)
             call_id = piece.call_id or _call_id(scope, piece.index)
-            self.pieces.append(CallDelta(index=piece.index, id=call_id, type="function", function=function))
-        elif isinstance(last, CallDelta) and last.index == piece.index:
-            last.function.arguments += piece.arguments
+            self.pieces.append(dataclasses.replace(piece, call_id=call_id))
+        elif isinstance(last, CallPiece) and last.index == piece.index:
+            self.pieces[-1] = dataclasses.replace(last, arguments=last.arguments + piece.arguments)
         else:
-            self.pieces.append(
-                CallDelta(index=piece.index, function=FunctionDelta(arguments=piece.arguments))
-            )
+            self.pieces.append(piece)
 
 
 class AnswerReader:

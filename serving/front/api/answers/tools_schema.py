@@ -1,5 +1,5 @@
-"""Tools as chat completions have them: how clients offer them, how they send calls back, and the parts of a call. Other
-protocols' tools are turned into these.
+"""Tools as chat completions have them: how clients offer them, and how they send calls back. Other protocols' tools are
+turned into these.
 
 A custom tool takes plain text. It is shown to the model as a function whose one argument is that text.
 """
@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, UnsetType
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, StringConstraints, Tag
 from pydantic_core import from_json
 
 from serving.front.api.body_limits import BodyLimits, ValueCount
 from serving.front.api.fields import JsonSchema, NonEmptyText, refused_kind
-from serving.front.api.reply_json import Reply
 from serving.front.api.strict_json import StrictBody, can_travel
 
 MAX_TOOLS = 512
@@ -261,17 +259,3 @@ AnyToolCall = Annotated[
 ]
 ToolCalls = Annotated[list[AnyToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
 """The calls of one message."""
-
-
-class FunctionDelta(Reply, kw_only=True):
-    name: str | UnsetType = UNSET
-    arguments: str
-
-
-class CallDelta(Reply, kw_only=True):
-    """A part of a call. The first part has the call's id, type and name."""
-
-    index: int
-    id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-    function: FunctionDelta

@@ -10,10 +10,9 @@ from msgspec import UNSET, UnsetType
 from pydantic_core import from_json
 
 from serving.front.api.answers.reader import AnswerPart
-from serving.front.api.answers.tools_schema import CallDelta
 from serving.front.api.errors import CLIENT_CLOSED_REQUEST
 from serving.front.api.reply_json import Reply
-from serving.text.answer_pieces import Thought
+from serving.text.answer_pieces import CallPiece, Thought
 from serving.wire.turns import ErrorInfo, ServiceError, TurnEvent, TurnFinish
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -100,8 +99,8 @@ def blocks_of(part: AnswerPart) -> list[Block]:
     """The blocks of a whole answer."""
     blocks: list[Block] = []
     for piece in part.pieces:
-        if isinstance(piece, CallDelta):
-            blocks.append(tool_use_block(piece, _input_of(piece.function.arguments)))
+        if isinstance(piece, CallPiece):
+            blocks.append(tool_use_block(piece, _input_of(piece.arguments)))
         elif isinstance(piece, Thought):
             blocks.append(ThinkingReply(thinking=piece.text))
         elif piece:
@@ -109,9 +108,9 @@ def blocks_of(part: AnswerPart) -> list[Block]:
     return blocks
 
 
-def tool_use_block(call: CallDelta, arguments: msgspec.Raw = _NO_INPUT) -> ToolUseReply:
+def tool_use_block(call: CallPiece, arguments: msgspec.Raw = _NO_INPUT) -> ToolUseReply:
     """The block of a call. In a stream the input follows in later events."""
-    return ToolUseReply(id=call.id or "", name=call.function.name or "", input=arguments)
+    return ToolUseReply(id=call.call_id or "", name=call.name or "", input=arguments)
 
 
 def _input_of(arguments: str) -> msgspec.Raw:

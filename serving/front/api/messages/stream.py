@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from serving.front.api.answers.reader import AnswerPart, AnswerReader
-from serving.front.api.answers.tools_schema import CallDelta
 from serving.front.api.errors import messages_error
 from serving.front.api.messages.replies import (
     Block,
@@ -21,7 +20,7 @@ from serving.front.api.messages.replies import (
     usage_of,
 )
 from serving.front.api.sse import typed_event
-from serving.text.answer_pieces import Thought
+from serving.text.answer_pieces import CallPiece, Thought
 from serving.wire.turns import ErrorInfo, TurnEvent
 
 Event = dict[str, Any]
@@ -93,7 +92,7 @@ class BlockEvents:
 
     def add(self, part: AnswerPart) -> Iterator[Event]:
         for piece in part.pieces:
-            if isinstance(piece, CallDelta):
+            if isinstance(piece, CallPiece):
                 yield from self._call(piece)
             elif isinstance(piece, Thought):
                 yield from self._in(_Open(ThinkingReply), ThinkingReply(thinking=""))
@@ -111,10 +110,10 @@ class BlockEvents:
         yield {"type": "content_block_stop", "index": self._num_blocks - 1}
         self._open = None
 
-    def _call(self, call: CallDelta) -> Iterator[Event]:
+    def _call(self, call: CallPiece) -> Iterator[Event]:
         yield from self._in(_Open(ToolUseReply, call.index), tool_use_block(call))
-        if call.function.arguments:
-            yield self._delta({"type": "input_json_delta", "partial_json": call.function.arguments})
+        if call.arguments:
+            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
 
     def _in(self, wanted: _Open, block: Block) -> Iterator[Event]:
         """Begins the block unless it is open."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from serving.front.api.answers.custom_input import CustomInput
 from serving.front.api.answers.reader import AnswerPart, AnswerReader, Scope
 from serving.front.api.answers.tools import ToolUse
-from serving.front.api.answers.tools_schema import CallDelta
 from serving.front.api.openai.chat_schema import (
     AnswerMessage,
+    CallDelta,
     CalledCustomText,
     CalledCustomTool,
     CalledFunction,
@@ -20,8 +20,10 @@ from serving.front.api.openai.chat_schema import (
     CustomCallDelta,
     CustomTextDelta,
     Delta,
+    FunctionDelta,
 )
 from serving.front.api.reply_json import or_unset
+from serving.text.answer_pieces import CallPiece
 from serving.text.reasoning.formats import ReasoningName
 
 
@@ -59,7 +61,7 @@ class CustomCalls:
         self._inputs: dict[int, CustomInput] = {}
         """By the index of the call."""
 
-    def told(self, calls: Sequence[CallDelta], *, ended: bool) -> list[CallDelta | CustomCallDelta]:
+    def told(self, calls: Sequence[CallPiece], *, ended: bool) -> list[CallDelta | CustomCallDelta]:
         """The deltas as clients get them, at most one for each call. `ended`: these are the choice's last, so they have
         the rest of each text."""
         told = [delta for call in calls if (delta := self._delta(call)) is not None]
@@ -67,22 +69,24 @@ class CustomCalls:
             self._add_rests(told)
         return told
 
-    def called(self, calls: Sequence[CallDelta]) -> list[CalledTool | CalledCustomTool]:
+    def called(self, calls: Sequence[CallPiece]) -> list[CalledTool | CalledCustomTool]:
         """The calls of a whole answer, as clients get them."""
         return [self._whole(call) for call in calls]
 
-    def _delta(self, call: CallDelta) -> CallDelta | CustomCallDelta | None:
-        name = call.function.name
-        if name is not UNSET and name in self._names:
-            self._inputs[call.index] = CustomInput()
-        reading = self._inputs.get(call.index)
+    def _delta(self, call: CallPiece) -> CallDelta | CustomCallDelta | None:
+        index, name, call_id = call.index, or_unset(call.name), or_unset(call.call_id)
+        if call.name in self._names:
+            self._inputs[index] = CustomInput()
+        reading = self._inputs.get(index)
         if reading is None:
-            return call
-        text = reading.push(call.function.arguments)
-        if name is UNSET:
-            return CustomCallDelta(index=call.index, custom=CustomTextDelta(input=text)) if text else None
+            kind: Literal["function"] | UnsetType = UNSET if call.name is None else "function"
+            function = FunctionDelta(name=name, arguments=call.arguments)
+            return CallDelta(index=index, id=call_id, type=kind, function=function)
+        text = reading.push(call.arguments)
+        if call.name is None:
+            return CustomCallDelta(index=index, custom=CustomTextDelta(input=text)) if text else None
         begun = CustomTextDelta(name=name, input=text)
-        return CustomCallDelta(index=call.index, id=call.id, type="custom", custom=begun)
+        return CustomCallDelta(index=index, id=call_id, type="custom", custom=begun)
 
     def _add_rests(self, told: list[CallDelta | CustomCallDelta]) -> None:
         by_index = {delta.index: delta for delta in told if isinstance(delta, CustomCallDelta)}
@@ -94,12 +98,10 @@ class CustomCalls:
             else:
                 told.append(CustomCallDelta(index=index, custom=CustomTextDelta(input=text)))
 
-    def _whole(self, call: CallDelta) -> CalledTool | CalledCustomTool:
-        call_id, name = call.id or "", call.function.name or ""
+    def _whole(self, call: CallPiece) -> CalledTool | CalledCustomTool:
+        call_id, name = call.call_id or "", call.name or ""
         if name not in self._names:
-            return CalledTool(
-                id=call_id, function=CalledFunction(name=name, arguments=call.function.arguments)
-            )
+            return CalledTool(id=call_id, function=CalledFunction(name=name, arguments=call.arguments))
         reading = CustomInput()
-        text = reading.push(call.function.arguments) + reading.flush()
+        text = reading.push(call.arguments) + reading.flush()
         return CalledCustomTool(id=call_id, custom=CalledCustomText(name=name, input=text))

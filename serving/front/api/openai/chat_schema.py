@@ -17,7 +17,6 @@ from pydantic import (
 )
 
 from serving.front.api.answers.tools_schema import (
-    CallDelta,
     ToolCall,
     ToolCalls,
     ToolChoice,
@@ -238,13 +237,27 @@ class CalledCustomTool(Reply, kw_only=True):
     custom: CalledCustomText
 
 
+class FunctionDelta(Reply, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class CallDelta(Reply, kw_only=True):
+    """A part of a call. The first part has the call's id, type and name."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class CustomTextDelta(Reply, kw_only=True):
     name: str | UnsetType = UNSET
     input: str
 
 
 class CustomCallDelta(Reply, kw_only=True):
-    """A part of a call. The first part has the call's id, type and name."""
+    """The same of a call of a custom tool."""
 
     index: int
     id: str | UnsetType = UNSET

@@ -10,11 +10,10 @@ import msgspec
 
 from serving.front.api.answers.custom_input import CustomInput
 from serving.front.api.answers.reader import AnswerPart
-from serving.front.api.answers.tools_schema import CallDelta
 from serving.front.api.responses.items import Json, response_scope
 from serving.front.api.responses.reasoning import encoded_thought
 from serving.front.api.responses.tools import OfferedTool, OfferedTools
-from serving.text.answer_pieces import Thought
+from serving.text.answer_pieces import CallPiece, Thought
 from serving.text.tool_calls.json_extent import JsonExtent
 
 Event = dict[str, Any]
@@ -55,10 +54,10 @@ class OutputItems:
         """The events for the next part of the answer. `logprobs`: JSON of the log-probabilities of its tokens."""
         self._logprobs += logprobs
         for piece in part.pieces:
-            if isinstance(piece, CallDelta):
+            if isinstance(piece, CallPiece):
                 yield from self._in("call", piece.index, piece)
-                if piece.function.arguments:
-                    yield from self._push(piece.function.arguments)
+                if piece.arguments:
+                    yield from self._push(piece.arguments)
             elif isinstance(piece, Thought):
                 yield from self._in("reasoning", None, None)
                 yield from self._push(piece.text)
@@ -82,12 +81,12 @@ class OutputItems:
         self.items.append(item.item)
         yield {"type": "response.output_item.done", "output_index": index, "item": item.item}
 
-    def _in(self, kind: str, call: int | None, delta: CallDelta | None) -> Iterator[Event]:
+    def _in(self, kind: str, call: int | None, begun: CallPiece | None) -> Iterator[Event]:
         if self._told == (kind, call):
             return
         yield from self.end("completed")
         index = len(self.items)
-        self._open, self._told = self._new_item(kind, index, delta), (kind, call)
+        self._open, self._told = self._new_item(kind, index, begun), (kind, call)
         yield {"type": "response.output_item.added", "output_index": index, "item": dict(self._open.item)}
         yield from self._open.begin()
 
@@ -95,18 +94,17 @@ class OutputItems:
         assert self._open is not None
         yield from self._open.push(piece)
 
-    def _new_item(self, kind: str, index: int, delta: CallDelta | None) -> _OpenItem:
+    def _new_item(self, kind: str, index: int, call: CallPiece | None) -> _OpenItem:
         item_id = f"{self._scope}o{index}"
-        if delta is None:
+        if call is None:
             if kind == "message":
                 return _TextItem(_message(f"msg_{item_id}"), index, _MESSAGE, self._logprobs)
             thought = _thought(f"rs_{item_id}")
             return _TextItem(thought, index, _REASONING, None, encrypts=self._encrypts_reasoning)
-        name = delta.function.name or ""
-        offered = self._tools.called(name)
+        offered = self._tools.called(call.name or "")
         if offered is not None and offered.kind == "custom":
-            return _CustomCall(f"ctc_{item_id}", index, delta, offered)
-        return _FunctionCall(f"fc_{item_id}", index, delta, offered)
+            return _CustomCall(f"ctc_{item_id}", index, call, offered)
+        return _FunctionCall(f"fc_{item_id}", index, call, offered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +186,8 @@ class _Arguments:
 
 
 class _FunctionCall:
-    def __init__(self, item_id: str, index: int, delta: CallDelta, offered: OfferedTool | None) -> None:
-        self.item: Json = _call("function_call", item_id, delta, offered) | {"arguments": ""}
+    def __init__(self, item_id: str, index: int, call: CallPiece, offered: OfferedTool | None) -> None:
+        self.item: Json = _call("function_call", item_id, call, offered) | {"arguments": ""}
         self._place = {"item_id": item_id, "output_index": index}
         self._arguments = _Arguments()
 
@@ -212,8 +210,8 @@ class _FunctionCall:
 
 
 class _CustomCall:
-    def __init__(self, item_id: str, index: int, delta: CallDelta, offered: OfferedTool) -> None:
-        self.item: Json = _call("custom_tool_call", item_id, delta, offered) | {"input": ""}
+    def __init__(self, item_id: str, index: int, call: CallPiece, offered: OfferedTool) -> None:
+        self.item: Json = _call("custom_tool_call", item_id, call, offered) | {"input": ""}
         self._place = {"item_id": item_id, "output_index": index}
         self._arguments = _Arguments()
         self._input = CustomInput()
@@ -252,9 +250,9 @@ def _thought(item_id: str) -> Json:
     return {"id": item_id, "type": "reasoning", "status": "in_progress", **said}
 
 
-def _call(kind: str, item_id: str, delta: CallDelta, offered: OfferedTool | None) -> Json:
+def _call(kind: str, item_id: str, call: CallPiece, offered: OfferedTool | None) -> Json:
     """A call. A name that was not offered is passed on as the model wrote it."""
-    name = (delta.function.name or "") if offered is None else offered.name
+    name = (call.name or "") if offered is None else offered.name
     namespace = {} if offered is None or offered.namespace is None else {"namespace": offered.namespace}
-    said = {"call_id": delta.id or "", "name": name, **namespace}
+    said = {"call_id": call.call_id or "", "name": name, **namespace}
     return {"id": item_id, "type": kind, "status": "in_progress", **said}

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.lib.streaming._deltas import accumulate_delta
 
-from serving.front.api.answers.tools_schema import CallDelta, FunctionDelta
 from serving.front.api.openai.chat_answers import CustomCalls
 from serving.front.api.reply_json import reply_json
 from serving.front.http import create_http_app
+from serving.text.answer_pieces import CallPiece
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import TurnCall, TurnEvent, TurnFinish
 from tests.unit.serving.local_service import LocalService, client_of
@@ -116,13 +116,8 @@ async def test_a_chunk_has_one_delta_for_a_call(arguments: str) -> None:
 def test_however_its_arguments_are_cut_the_text_is_the_same(text: str, places: list[int]) -> None:
     calls = CustomCalls(frozenset({"note"}))
     pieces = cut(json.dumps({"input": text}), places)
-    deltas = [
-        CallDelta(index=0, id="c", type="function", function=FunctionDelta(name="note", arguments=pieces[0]))
-    ]
-    deltas += [CallDelta(index=0, function=FunctionDelta(arguments=piece)) for piece in pieces[1:]]
-    told = [call for delta in deltas for call in calls.told([delta], ended=False)] + calls.told(
-        [], ended=True
-    )
+    called = [CallPiece(0, "note", pieces[0], "c"), *(CallPiece(0, None, piece) for piece in pieces[1:])]
+    told = [call for each in called for call in calls.told([each], ended=False)] + calls.told([], ended=True)
     shown = json.loads(reply_json(text))
     assert "".join(json.loads(reply_json(call))["custom"]["input"] for call in told) == shown
 

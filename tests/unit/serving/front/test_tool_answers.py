@@ -121,7 +121,7 @@ def whole(text: str, turn: TurnCall, turn_index: int | None = 3, name: FormatNam
 
 def test_ids_follow_from_the_turn() -> None:
     def ids(turn: TurnCall, turn_index: int | None) -> tuple[str | None, ...]:
-        return tuple(each.id for each in whole(WEATHER + WEATHER, turn, turn_index).calls)
+        return tuple(each.call_id for each in whole(WEATHER + WEATHER, turn, turn_index).calls)
 
     turn = in_session("s")
     assert ids(turn, 3) == ids(in_session("s", "another"), 3), "a replay has a request of its own"
@@ -141,9 +141,9 @@ def test_an_id_that_the_model_writes_is_the_calls() -> None:
     """The call is rendered with the id that the model wrote when a client sends it back. If the model's id cannot be
     used, the call gets an id of its own."""
     text = "[TOOL_CALLS]f[CALL_ID]aB3dEfgh9[ARGS]{}[TOOL_CALLS]f[CALL_ID]aB3dEfgh9[ARGS]{}"
-    first, second = (each.id for each in whole(text, in_session("s"), name="mistral_call_id").calls)
+    first, second = (each.call_id for each in whole(text, in_session("s"), name="mistral_call_id").calls)
     assert first == "aB3dEfgh9"
-    assert second == whole(WEATHER + WEATHER, in_session("s")).calls[1].id
+    assert second == whole(WEATHER + WEATHER, in_session("s")).calls[1].call_id
 
 
 @settings(max_examples=200, deadline=None, print_blob=True)
