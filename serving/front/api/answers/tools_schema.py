@@ -6,6 +6,7 @@ A custom tool takes plain text. It is shown to the model as a function whose one
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
@@ -207,6 +208,26 @@ def check_arguments(of_calls: Iterable[str]) -> None:
             pass
 
 
+def call_for_template(call_id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
+    """A call in an earlier answer, as chat templates expect it: arguments are an object, which templates write as JSON.
+    Arguments that are not JSON, as in a call that was cut off, or that have an integer of more than 64 bits, are text.
+    """
+    if isinstance(arguments, str):
+        arguments = _read(arguments)
+    elif not can_travel(arguments):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _read(arguments: str) -> str | dict[str, Any]:
+    """The object in the text; the text if there is none, or if it cannot travel."""
+    try:
+        read = from_json(arguments or "{}") if _may_be_object(arguments) else None
+    except ValueError:
+        return arguments
+    return read if isinstance(read, dict) and can_travel(read) else arguments
+
+
 class FunctionCall(StrictBody):
     name: NonEmptyText
     arguments: str
@@ -222,16 +243,7 @@ class ToolCall(StrictBody):
     index: int | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: arguments are an object, which templates write as JSON. Arguments that are not
-        JSON, as in a call that was cut off, or that have an integer of more than 64 bits, stay text."""
-        arguments = self.function.arguments
-        try:
-            parsed = from_json(arguments or "{}") if _may_be_object(arguments) else None
-        except ValueError:
-            parsed = None
-        is_object = isinstance(parsed, dict) and can_travel(parsed)
-        function = {"name": self.function.name, "arguments": parsed if is_object else arguments}
-        return {"id": self.id, "type": self.type, "function": function}
+        return call_for_template(self.id, self.function.name, self.function.arguments)
 
 
 class CustomText(StrictBody):
@@ -249,8 +261,7 @@ class CustomToolCall(StrictBody):
 
     def for_template(self) -> dict[str, Any]:
         """As a call of the function that the model sees."""
-        function = {"name": self.custom.name, "arguments": {CUSTOM_ARGUMENT: self.custom.input}}
-        return {"id": self.id, "type": "function", "function": function}
+        return call_for_template(self.id, self.custom.name, {CUSTOM_ARGUMENT: self.custom.input})
 
 
 AnyToolCall = Annotated[

@@ -5,10 +5,10 @@ There each tool result is a separate message, and successive messages of one rol
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from serving.front.api.answers.tools_schema import call_for_template
 from serving.front.api.messages.blocks import (
     Message,
     RedactedThinkingBlock,
@@ -20,7 +20,6 @@ from serving.front.api.messages.blocks import (
     UserMessage,
     text_of,
 )
-from serving.front.api.strict_json import can_travel
 
 TemplateMessage = dict[str, Any]
 _JOINED = ("reasoning_content", "content")
@@ -97,17 +96,10 @@ def _answered(
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock) and block.thinking]
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
-    calls = [_called(block) for block in blocks if isinstance(block, ToolUseBlock)]
-    if calls:
-        message["tool_calls"] = calls
+    called = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    if called:
+        message["tool_calls"] = [call_for_template(block.id, block.name, block.input) for block in called]
     return message
-
-
-def _called(block: ToolUseBlock) -> dict[str, Any]:
-    """A call. The arguments stay an object, which templates write as JSON. With an integer of more than 64 bits they
-    are text."""
-    arguments = block.input if can_travel(block.input) else json.dumps(block.input, ensure_ascii=False)
-    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
 def _are_joined(last: TemplateMessage, new: TemplateMessage) -> bool:

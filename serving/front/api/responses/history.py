@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from serving.front.api.answers.tools_schema import CUSTOM_ARGUMENT, FunctionCall, ToolCall
+from serving.front.api.answers.tools_schema import CUSTOM_ARGUMENT, call_for_template
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.reasoning import thought
 from serving.front.api.responses.tools import shown_name
@@ -85,14 +85,8 @@ class _History:
         if last is None:
             last = self._begin()
         name = shown_name(item["name"], item.get("namespace"))
-        if isinstance(arguments, str):
-            function = FunctionCall.model_construct(name=name, arguments=arguments)
-            call = ToolCall.model_construct(id=item["call_id"], type="function", function=function)
-            shown = call.for_template()
-        else:
-            told = {"name": name, "arguments": arguments}
-            shown = {"id": item["call_id"], "type": "function", "function": told}
-        last.setdefault("tool_calls", []).append(shown)
+        call = call_for_template(item["call_id"], name, arguments)
+        last.setdefault("tool_calls", []).append(call)
 
     def _open_answer(self) -> Json | None:
         """The answer that the conversation ends with; None if there is none, or if thoughts came after it."""
