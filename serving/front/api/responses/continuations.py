@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from serving.front.api.errors import refusal
+from serving.front.api.field_names import FieldNames
 from serving.front.api.fields import new_id
 from serving.front.api.hidden_sessions import RESPONSE
 from serving.front.api.responses.history import item_of
@@ -38,6 +39,8 @@ from serving.front.api.turn_streams import beside_streams
 from serving.wire.turns import ModelInfo, ServiceError, SessionTurn
 
 _PREVIOUS = "previous_response_id"
+_NAMES = FieldNames({"response_id": _PREVIOUS})
+"""What the body calls the response that it names."""
 NOT_COMPARED: Json = {"id": None, "status": None}
 """The fields of an item that its client need not send as they were."""
 
@@ -116,10 +119,12 @@ async def continued(service: TurnService, body: ResponsesBody, tenant: str) -> C
     exist, or something that one went on from."""
     if body.previous_response_id is None:
         return await _repeated(service, body, tenant)
-    previous = await found_response(service, body.previous_response_id, tenant, _PREVIOUS)
-    if not previous.stored.is_completed:
-        raise refusal(f"{_PREVIOUS}: only a response that has been completed can be gone on from.", _PREVIOUS)
-    said = await _said_in(previous, service.model)
+    with _NAMES.in_errors():
+        previous = await found_response(service, body.previous_response_id, tenant)
+        if not previous.stored.is_completed:
+            message = f"{_PREVIOUS}: only a response that has been completed can be gone on from."
+            raise refusal(message, _PREVIOUS)
+        said = await _said_in(previous, service.model)
     return await _behind(service, previous, tuple(said), body, tenant)
 
 
@@ -194,7 +199,7 @@ async def _completed(service: TurnService, response_id: str, tenant: str) -> _Co
 
 
 async def _said_in(found: FoundResponse, model: ModelInfo) -> list[Json]:
-    return await said_until(found.turns[: found.at + 1], model, found.stored.head.id, _PREVIOUS)
+    return await said_until(found.turns[: found.at + 1], model, found.stored.head.id)
 
 
 async def _behind(

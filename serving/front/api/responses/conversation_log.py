@@ -20,6 +20,7 @@ from uuid import uuid4
 
 from serving.front.api.body_limits import MIB, MOST_BYTES
 from serving.front.api.errors import refusal
+from serving.front.api.field_names import FieldNames
 from serving.front.api.hidden_sessions import CONVERSATION, HEX
 from serving.front.api.responses.continuations import Continued, begun, continued, continued_with
 from serving.front.api.responses.items import Json
@@ -47,6 +48,8 @@ room for them. Limits of tokens do not bound them, since a conversation's turns 
 _ADDED = frozenset({"items", "response"})
 """The changes that add something to a conversation, see `change_conversation`."""
 _NO_CONVERSATION = "conversation_not_found"
+NAMES_OF_RESPONSES = FieldNames({"conversation_id": "conversation"})
+"""What the body of a response calls the conversation that it names."""
 
 
 @dataclass(slots=True)
@@ -134,11 +137,9 @@ async def open_conversation(
     return conversation
 
 
-async def read_conversation(
-    service: TurnService, conversation_id: str, tenant: str, param: str = "conversation_id"
-) -> Conversation:
-    """The conversation as it is now. `param` is the field that names it. Raises ServiceError (404)."""
-    turns = await _changes_of(service, conversation_id, tenant, param)
+async def read_conversation(service: TurnService, conversation_id: str, tenant: str) -> Conversation:
+    """The conversation as it is now. Raises ServiceError (404)."""
+    turns = await _changes_of(service, conversation_id, tenant)
     conversation = Conversation(
         conversation_id,
         num_turns=turns[-1].turn_index + 1,
@@ -162,23 +163,25 @@ async def change_conversation(
     conversation_id: str,
     tenant: str,
     change_of: Callable[[Conversation], Awaitable[Json]],
-    param: str = "conversation_id",
 ) -> Conversation:
     """Changes the conversation and returns it. `change_of` gets it as it is and returns the change: `items` to add, the
     id of the item that is `deleted`, new `metadata`, or a `response` that begins. If another change comes first, it is
     called again. Raises ServiceError, and what `change_of` raises."""
     for _ in range(TRIES):
-        conversation = await read_conversation(service, conversation_id, tenant, param)
+        conversation = await read_conversation(service, conversation_id, tenant)
         change = await change_of(conversation)
         if not change and not conversation.learned:
             return conversation
         note = json.dumps(change | {"learned": conversation.learned}).encode()
         if change.keys() & _ADDED and conversation.notes_bytes + len(note) > MOST_NOTES_BYTES:
             most = f"{MOST_NOTES_BYTES // MIB} MiB"
-            raise refusal(f"{param}: conversation {conversation_id!r} is full, {most}. Begin another.", param)
+            raise refusal(
+                f"conversation_id: conversation {conversation_id!r} is full, {most}. Begin another.",
+                "conversation_id",
+            )
         try:
             await service.keep_note(
-                _session_of(conversation_id, param), note, expected_turn=conversation.num_turns, tenant=tenant
+                _session_of(conversation_id), note, expected_turn=conversation.num_turns, tenant=tenant
             )
         except ServiceError as error:
             if error.info.code not in ANOTHERS_TURN:
@@ -188,8 +191,8 @@ async def change_conversation(
             conversation.take([change])
             return conversation
     raise refusal(
-        f"{param}: others change conversation {conversation_id!r} all the time.",
-        param,
+        f"conversation_id: others change conversation {conversation_id!r} all the time.",
+        "conversation_id",
         status=409,
         code="conversation_locked",
     )
@@ -213,7 +216,8 @@ async def begin_response(service: TurnService, body: ResponsesBody, tenant: str)
         begun_last[:] = [(before, response_id)]
         return {"response": response_id, "begun_s": time.time()}
 
-    await change_conversation(service, body.conversation_id, tenant, named, "conversation")
+    with NAMES_OF_RESPONSES.in_errors():
+        await change_conversation(service, body.conversation_id, tenant, named)
     return begun_last[0]
 
 
@@ -221,7 +225,8 @@ async def goes_on_from(service: TurnService, body: ResponsesBody, tenant: str) -
     """What a response to this body would go on from; its whole input counts as new. Changes nothing. Raises
     ServiceError."""
     if body.conversation_id is not None:
-        conversation = await read_conversation(service, body.conversation_id, tenant, "conversation")
+        with NAMES_OF_RESPONSES.in_errors():
+            conversation = await read_conversation(service, body.conversation_id, tenant)
         return begun(body, conversation.items)
     return begun(body) if body.previous_response_id is None else await continued(service, body, tenant)
 
@@ -257,18 +262,16 @@ async def close_conversation(service: TurnService, conversation_id: str, tenant:
         raise _not_there(conversation_id)
 
 
-async def _changes_of(
-    service: TurnService, conversation_id: str, tenant: str, param: str = "conversation_id"
-) -> list[TurnTranscript]:
+async def _changes_of(service: TurnService, conversation_id: str, tenant: str) -> list[TurnTranscript]:
     """The turns of the conversation's session. Raises ServiceError (404) if that is no conversation."""
     try:
-        turns = await service.transcript(_session_of(conversation_id, param), tenant=tenant)
+        turns = await service.transcript(_session_of(conversation_id), tenant=tenant)
     except ServiceError as error:
         if error.info.code != SESSION_NOT_FOUND:
             raise
         turns = []
     if not turns or not all(turn.said.note for turn in turns):
-        raise _not_there(conversation_id, param)
+        raise _not_there(conversation_id)
     return turns
 
 
@@ -293,18 +296,18 @@ async def _may_come(service: TurnService, entry: _Entry, tenant: str) -> bool:
     return False
 
 
-def _session_of(conversation_id: str, param: str = "conversation_id") -> str:
+def _session_of(conversation_id: str) -> str:
     named = _NAME.fullmatch(conversation_id)
     if named is None:
-        raise _not_there(conversation_id, param)
+        raise _not_there(conversation_id)
     return f"{CONVERSATION}{named[1]}"
 
 
-def _not_there(conversation_id: str, param: str = "conversation_id") -> ServiceError:
+def _not_there(conversation_id: str) -> ServiceError:
     return refusal(
-        f"{param}: no conversation {conversation_id[:120]!r}. Conversations are kept until they have been idle for the "
-        "timeout of sessions.",
-        param,
+        f"conversation_id: no conversation {conversation_id[:120]!r}. Conversations are kept until they have been idle "
+        "for the timeout of sessions.",
+        "conversation_id",
         status=404,
         code=_NO_CONVERSATION,
     )

@@ -56,12 +56,12 @@ def session_apart(response_id: str) -> str:
     return f"{RESPONSE}{uuid5(NAMESPACE_OID, response_id).hex}"
 
 
-def sessions_of(response_id: str, param: str = "response_id") -> tuple[str, str]:
+def sessions_of(response_id: str) -> tuple[str, str]:
     """The sessions that the response may be in; most are in the first. Raises ServiceError if this is not the id of a
     response."""
     named = _NAME.fullmatch(response_id)
     if named is None:
-        raise _unknown(response_id, param)
+        raise _unknown(response_id)
     return f"{RESPONSE}{named[1]}", session_apart(response_id)
 
 
@@ -231,7 +231,7 @@ async def input_items(service: TurnService, response_id: str, tenant: str) -> li
         return stored.input
     before = stored.before
     if before is None:
-        before = await said_until(turns[:at], service.model, response_id, "response_id")
+        before = await said_until(turns[:at], service.model, response_id)
     return [*before, *stored.input]
 
 
@@ -256,11 +256,9 @@ class FoundResponse(NamedTuple):
     stored: StoredResponse
 
 
-async def found_response(
-    service: TurnService, response_id: str, tenant: str, param: str = "response_id"
-) -> FoundResponse:
-    """Finds a response. `param` is the field that names it. Raises ServiceError (404)."""
-    for session_id in sessions_of(response_id, param):
+async def found_response(service: TurnService, response_id: str, tenant: str) -> FoundResponse:
+    """Finds a response. Raises ServiceError (404)."""
+    for session_id in sessions_of(response_id):
         try:
             turns = await service.transcript(session_id, tenant=tenant)
         except ServiceError as error:
@@ -270,7 +268,7 @@ async def found_response(
         found = _found_in(turns, session_id, response_id, service.model)
         if found is not None:
             return found
-    raise _unknown(response_id, param)
+    raise _unknown(response_id)
 
 
 def _found_in(
@@ -301,15 +299,13 @@ def response_of(turn: TurnTranscript) -> str | None:
     return response_id
 
 
-async def said_until(
-    turns: Sequence[TurnTranscript], model: ModelInfo, response_id: str, param: str
-) -> list[Json]:
+async def said_until(turns: Sequence[TurnTranscript], model: ModelInfo, response_id: str) -> list[Json]:
     """All items up to the end of the last of these turns, which `response_id` went on from. Raises ServiceError (404)
     if one of them was deleted. Each turn takes up to a millisecond, so they are read on a thread."""
-    return await asyncio.to_thread(_said_in, turns, model, response_id, param)
+    return await asyncio.to_thread(_said_in, turns, model, response_id)
 
 
-def _said_in(turns: Sequence[TurnTranscript], model: ModelInfo, response_id: str, param: str) -> list[Json]:
+def _said_in(turns: Sequence[TurnTranscript], model: ModelInfo, response_id: str) -> list[Json]:
     items: list[Json] = []
     for turn in turns:
         if turn.asked_len == turn.start_len:  # It only records that a response has begun or ended.
@@ -317,8 +313,8 @@ def _said_in(turns: Sequence[TurnTranscript], model: ModelInfo, response_id: str
         stored = StoredResponse.of(turn, "", model)
         if stored is None:
             raise refusal(
-                f"{param}: something that {response_id!r} went on from was deleted.",
-                param,
+                f"response_id: something that {response_id!r} went on from was deleted.",
+                "response_id",
                 status=404,
                 code=NO_RESPONSE,
             )
@@ -328,11 +324,11 @@ def _said_in(turns: Sequence[TurnTranscript], model: ModelInfo, response_id: str
     return items
 
 
-def _unknown(response_id: str, param: str = "response_id") -> ServiceError:
+def _unknown(response_id: str) -> ServiceError:
     return refusal(
-        f"{param}: no response {response_id[:120]!r}. Responses are kept until their session has been idle for its "
+        f"response_id: no response {response_id[:120]!r}. Responses are kept until their session has been idle for its "
         "timeout.",
-        param,
+        "response_id",
         status=404,
         code=NO_RESPONSE,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 
 from serving.front.api.responses.continuations import NOT_COMPARED
-from serving.front.api.responses.conversation_log import read_conversation
+from serving.front.api.responses.conversation_log import NAMES_OF_RESPONSES, read_conversation
 from serving.front.api.responses.items import Json, canonical_items
 from serving.front.api.responses.schema import ResponsesBody
 from serving.front.api.responses.store import kept_response
@@ -25,7 +25,8 @@ async def first_try(service: TurnService, body: ResponsesBody, tenant: str) -> s
     was asked for in the same way a short while ago. None if there is none. Raises ServiceError."""
     if body.conversation_id is None:
         return None
-    conversation = await read_conversation(service, body.conversation_id, tenant, "conversation")
+    with NAMES_OF_RESPONSES.in_errors():
+        conversation = await read_conversation(service, body.conversation_id, tenant)
     last_id = conversation.last_response_id
     if last_id is None or conversation.entries[-1].response_id != last_id:
         return None
