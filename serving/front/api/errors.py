@@ -201,6 +201,8 @@ async def refuse(response: Response, scope: Scope, receive: Receive, send: Send)
 def said_of(error: Exception) -> ErrorInfo:
     """What a client is told of any error."""
     match error:
+        case RequestValidationError() | WebSocketRequestValidationError():
+            return validation_info(error.errors()[0])
         case InvalidBody():
             return validation_info(error.error)
         case HTTPException():
@@ -213,30 +215,13 @@ def _code_of(status: int) -> str:
     return "request_entity_too_large" if status == 413 else HTTPStatus(status).name.lower()
 
 
-async def _on_service_error(connection: Request | WebSocket, error: Exception) -> Response | None:
+async def _on_error(connection: Request | WebSocket, error: Exception) -> Response | None:
     """For a WebSocket, only before it is accepted: later errors are sent as messages."""
-    assert isinstance(error, ServiceError)
-    response = error_response(connection.scope, error.info)
+    response = error_response(connection.scope, said_of(error))
     if isinstance(connection, Request):
         return response
     await refuse(response, connection.scope, connection.receive, connection.send)
     return None
-
-
-async def _on_bad_handshake(websocket: WebSocket, error: Exception) -> None:
-    assert isinstance(error, WebSocketRequestValidationError)
-    response = error_response(websocket.scope, validation_info(error.errors()[0]))
-    await refuse(response, websocket.scope, websocket.receive, websocket.send)
-
-
-async def _on_validation_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return error_response(request.scope, validation_info(error.errors()[0]))
-
-
-async def _on_invalid_body(request: Request, error: Exception) -> Response:
-    assert isinstance(error, InvalidBody)
-    return error_response(request.scope, validation_info(error.error))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -286,10 +271,8 @@ class UnexpectedErrors:
 
 def install_error_handlers(app: FastAPI) -> None:
     """Maps every way in which a request can fail to its protocol's shape."""
-    app.add_exception_handler(ServiceError, _on_service_error)  # type: ignore[arg-type]
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
-    app.add_exception_handler(WebSocketRequestValidationError, _on_bad_handshake)
-    app.add_exception_handler(InvalidBody, _on_invalid_body)
+    for kind in (ServiceError, RequestValidationError, WebSocketRequestValidationError, InvalidBody):
+        app.add_exception_handler(kind, _on_error)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_middleware(UnexpectedErrors)
