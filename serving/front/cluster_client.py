@@ -198,10 +198,8 @@ class ClusterClient:
         await self._siblings.ask("abort", named, tenant)
         await self._replicas.broadcast(Abort(named, tenant))
 
-    async def tokenize(
-        self, prompt: ChatPrompt | TextPrompt, *, add_special_tokens: bool, with_token_strs: bool
-    ) -> TokenizedPrompt:
-        answer = await self._ask_any(Tokenize(prompt, add_special_tokens, with_token_strs))
+    async def tokenize(self, prompt: ChatPrompt | TextPrompt, *, with_token_strs: bool) -> TokenizedPrompt:
+        answer = await self._ask_any(Tokenize(prompt, prompt.add_special_tokens, with_token_strs))
         assert isinstance(answer, TokenizedPrompt)
         return answer
 

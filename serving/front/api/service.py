@@ -93,10 +93,8 @@ class TurnService(Protocol):
     async def abort(self, request_id: str | None, *, all_requests: bool = False, tenant: str) -> None:
         """Aborts one request of the tenant (unknown ids are ignored) or all of them, on every replica."""
 
-    async def tokenize(
-        self, prompt: ChatPrompt | TextPrompt, *, add_special_tokens: bool, with_token_strs: bool
-    ) -> TokenizedPrompt:
-        """The tokens of a prompt outside a session. `add_special_tokens` applies to texts."""
+    async def tokenize(self, prompt: ChatPrompt | TextPrompt, *, with_token_strs: bool) -> TokenizedPrompt:
+        """The tokens of a prompt outside a session."""
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of the model's tokens. Incomplete characters become U+FFFD."""

@@ -88,7 +88,7 @@ async def count_tokens(
     tools = tools_in_use(body.tools, body.tool_choice, service.model)
     prompt = await beside_streams(partial(body.prompt, tools), len(body.messages))
     with FieldNames(of_message=partial(_name_of_message, body)).in_errors():
-        tokenized = await service.tokenize(prompt, add_special_tokens=True, with_token_strs=False)
+        tokenized = await service.tokenize(prompt, with_token_strs=False)
     return {"input_tokens": len(tokenized.token_ids)}
 
 

@@ -76,7 +76,7 @@ class TokenizeBody(StrictBody):
             if getattr(self, param):
                 raise refusal(f"{param}: only allowed with messages.", param)
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        return [TextPrompt(text) for text in texts]
+        return [TextPrompt(text, self.add_special_tokens is not False) for text in texts]
 
 
 class DetokenizeBody(StrictBody):
@@ -99,11 +99,7 @@ async def tokenize(body: TokenizeBody, service: Service) -> Response:
     """For several texts, `tokens`, `count` and `token_strs` are lists with one entry for each text."""
     adapter_of(body.model, service.model)
     found = [
-        await service.tokenize(
-            prompt,
-            add_special_tokens=body.add_special_tokens is not False,
-            with_token_strs=bool(body.return_token_strs),
-        )
+        await service.tokenize(prompt, with_token_strs=bool(body.return_token_strs))
         for prompt in await beside_streams(body.prompts, len(body.messages or ()))
     ]
     many = isinstance(body.prompt, list)

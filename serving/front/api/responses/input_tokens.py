@@ -29,7 +29,7 @@ async def count_input_tokens(
     make_prompt = partial(_prompt, body, before.items, service.model)
     said, prompt = await beside_streams(make_prompt, len(before.items) + len(body.input))
     with field_names("input", None, of_message=partial(before.name_of_message, body, said)).in_errors():
-        tokenized = await service.tokenize(prompt, add_special_tokens=True, with_token_strs=False)
+        tokenized = await service.tokenize(prompt, with_token_strs=False)
     return {"object": "response.input_tokens", "input_tokens": len(tokenized.token_ids)}
 
 
