@@ -95,7 +95,7 @@ class RequestBuilder:
         """Raises ServiceError if the front end's version is too far from this one, and AdapterNotLoaded for a call
         without a session: the front end may have newer settings. A session may have the answer already; if not, its
         chain cannot be made."""
-        if (refusal := mismatch(call.wire_version, "front end")) is not None:
+        if (refusal := mismatch(call.wire_version)) is not None:
             raise ServiceError(refusal)
         lacks = call.adapter and call.adapter not in self._engine.adapters
         if lacks and call.session is None:

@@ -19,12 +19,12 @@ UNKNOWN_CALL = unavailable(
 )
 
 
-def mismatch(theirs: int, whose: str) -> ErrorInfo | None:
-    """The error for a caller of version `theirs`; None if this version works with it."""
+def mismatch(theirs: int) -> ErrorInfo | None:
+    """The error for a front end of version `theirs`; None if this version works with it."""
     if abs(theirs - WIRE_VERSION) <= 1:
         return None
     return unavailable(
-        f"The {whose} speaks version {theirs} of Kedge's wire, and this replica version {WIRE_VERSION}: only versions "
-        "beside each other work together. Deploy the versions in between one after the other.",
+        f"The front end speaks version {theirs} of Kedge's wire, and this replica version {WIRE_VERSION}: only "
+        "versions beside each other work together. Deploy the versions in between one after the other.",
         VERSION_MISMATCH,
     )

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Literal
 
 ReasoningName = Literal["think", "magistral", "gpt_oss"]
-ReasoningSetting = Literal["auto", "off", "think", "magistral", "gpt_oss"]
+ReasoningSetting = Literal["auto", "off", ReasoningName]
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,13 +71,12 @@ class StructuredOutputs(StrictBody):
 
 
 def held_answer(
-    wanted: ResponseFormat | None, others: StructuredOutputs | None, guided: GuidedFields | None = None
+    wanted: ResponseFormat | None, others: StructuredOutputs | None, guided: GuidedFields
 ) -> HeldAnswer | None:
     """What the answer is held to; None if to nothing. Raises ServiceError, which names the field."""
     by_format = None if wanted is None else _by_format(wanted)
     by_others = None if others is None else _by_others(others)
-    by_guided = None if guided is None else _by_guided(guided)
-    return _only_one(list(filter(None, (by_format, by_others, by_guided))))
+    return _only_one(list(filter(None, (by_format, by_others, _by_guided(guided)))))
 
 
 def _by_format(wanted: ResponseFormat) -> HeldAnswer | None:

@@ -51,18 +51,10 @@ class TextOfItem(StrictBody):
     parsed: Any = None
     prompt_cache_breakpoint: Any = Field(None, description="This field has no effect.")
 
-    @property
-    def said(self) -> str:
-        return self.text
-
 
 class RefusalOfItem(StrictBody):
     type: Literal["refusal"]
     refusal: str
-
-    @property
-    def said(self) -> str:
-        return self.refusal
 
 
 def _part_kind(value: Any) -> str:

@@ -292,8 +292,10 @@ def _found_in(
 
 def response_of(turn: TurnTranscript) -> str | None:
     """The response that the turn belongs to: it is the response's turn, or records its beginning or its end."""
-    if turn.said.key is not None or not turn.said.note:
-        return turn.said.key if turn.said.note else None
+    if not turn.said.note:
+        return None
+    if turn.said.key is not None:
+        return turn.said.key
     said = json.loads(turn.said.note)
     response_id: str | None = said.get(_BEGUN) or said.get(_ENDED)
     return response_id

@@ -321,7 +321,6 @@ def _field_names(prompt_field: str) -> dict[str, str]:
         "json_schema": "sampling_params.json_schema",
         "regex": "sampling_params.regex",
         "grammar": "sampling_params.ebnf",
-        "offset": "session_params.offset",
         "session_id": "session_params.id",
         "idempotency_key": "idempotency-key",
         "model": "lora_path",
