@@ -137,15 +137,6 @@ def _chat_logprob(body: ChatBody, entry: TextLogprob) -> dict[str, Any]:
     return answer_logprob(entry, body.top_logprobs or 0, by_id=by_id)
 
 
-def _stop_fields(body: ChatBody, reader: ChatReader, output: TurnEvent) -> dict[str, Any]:
-    return stop_fields(
-        reader.finish(output),
-        output.token_ids,
-        stop_token_ids=body.stop_token_ids,
-        with_token_ids=bool(body.return_token_ids),
-    )
-
-
 async def _reply(
     body: ChatBody,
     readers: Sequence[ChatReader],
@@ -159,7 +150,7 @@ async def _reply(
             index=index,
             message=reader.message(reader.read(result)),
             logprobs=NO_LOGPROBS if body.logprobs else None,
-            **_stop_fields(body, reader, result),
+            **stop_fields(body, reader.finish(result), result),
         )
         choices.append(await _with_logprobs(body, reply_json(choice), result.logprobs))
     reply = ChatReply(
@@ -167,7 +158,7 @@ async def _reply(
         created=int(time.time()),
         model=model_id,
         choices=[],
-        usage=usage_of(results, len(results)),
+        usage=usage_of(results),
         prompt_logprobs=UNSET if body.prompt_logprobs is None else [],
     )
     text = reply_json(reply)
@@ -207,7 +198,7 @@ class ChatEncoder(ChunkEncoder):
             index=index,
             delta=reader.delta(part, role, ended=event.finish is not None),
             logprobs=NO_LOGPROBS if event.logprobs else None,
-            **_stop_fields(self._body, reader, event),
+            **stop_fields(self._body, reader.finish(event), event),
         )
         chunk = self._chunk_of(choices=[choice], usage=self._usage_so_far())
         return server_event(await _with_logprobs(self._body, reply_json(chunk), event.logprobs))

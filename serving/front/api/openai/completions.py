@@ -201,12 +201,7 @@ class CompletionEncoder(ChunkEncoder):
             text=text,
             logprobs=NO_LOGPROBS if self._logprobs(output) else None,
             prompt_logprobs=UNSET if self._body.prompt_logprobs is None else [],
-            **stop_fields(
-                output.finish,
-                output.token_ids,
-                stop_token_ids=self._body.stop_token_ids,
-                with_token_ids=bool(self._body.return_token_ids),
-            ),
+            **stop_fields(self._body, output.finish, output),
         )
 
     def _text(self, index: int, output: TurnEvent) -> str:

@@ -78,28 +78,22 @@ def _predicted(totals: Iterable[TurnEvent]) -> PredictedTokens | UnsetType:
     )
 
 
-def usage_of(results: Iterable[TurnEvent], choices_per_prompt: int) -> Usage:
-    """The usage of whole turns."""
-    counter = UsageCounter(choices_per_prompt)
+def usage_of(results: Sequence[TurnEvent]) -> Usage:
+    """The usage of whole turns, the choices of one prompt."""
+    counter = UsageCounter(len(results))
     for index, result in enumerate(results):
         counter.note(index, result)
     return counter.usage()
 
 
-def stop_fields(
-    finish: TurnFinish | None,
-    token_ids: Sequence[int],
-    *,
-    stop_token_ids: Sequence[int] | None,
-    with_token_ids: bool,
-) -> dict[str, Any]:
-    """The fields of StopDetails. `stop_token_ids` are the request's: the model's own end token is no `stop_reason`."""
+def stop_fields(body: OpenAiBody, finish: TurnFinish | None, output: TurnEvent) -> dict[str, Any]:
+    """The fields of StopDetails. The model's own end token is no `stop_reason`: only the request's own are."""
     matched = None if finish is None else finish.matched
-    asked_for = isinstance(matched, str) or matched in (stop_token_ids or ())
+    asked_for = isinstance(matched, str) or matched in (body.stop_token_ids or ())
     return {
         "finish_reason": None if finish is None else finish.reason,
         "stop_reason": or_unset(matched if asked_for else None),
-        "token_ids": tuple(token_ids) if with_token_ids else UNSET,
+        "token_ids": output.token_ids if body.return_token_ids else UNSET,
     }
 
 

@@ -12,8 +12,9 @@ import httpx
 import pytest
 
 from serving.front.api.openai.replies import stop_fields
+from serving.front.api.openai.requests import OpenAiBody
 from serving.front.api.reply_json import or_unset
-from serving.wire.turns import ChatPrompt, TurnFinish
+from serving.wire.turns import ChatPrompt, TurnEvent, TurnFinish
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.local_service import MODEL, LocalService, shown_text, small_text
 from tests.unit.serving.replica_rig import VOCAB_SIZE
@@ -224,7 +225,8 @@ def test_stop_reason_is_what_the_request_named(
     matched: int | str | None, asked: list[int] | None, reason: int | str | None
 ) -> None:
     """As with vLLM, stop_reason is null where the model ends the answer itself."""
-    fields = stop_fields(TurnFinish("stop", matched), (), stop_token_ids=asked, with_token_ids=False)
+    body = OpenAiBody(stop_token_ids=asked)
+    fields = stop_fields(body, TurnFinish("stop", matched), TurnEvent())
     assert fields["stop_reason"] == or_unset(reason)
 
 
