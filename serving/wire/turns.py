@@ -256,6 +256,11 @@ class TurnEvent(msgspec.Struct, frozen=True, array_like=True, tag="event"):
     ended_s: float | None = None
 
     @property
+    def is_committed(self) -> bool:
+        """Whether it ends the turn, and the turn was not aborted: if it was in a session, the session has it."""
+        return self.finish is not None and self.finish.reason != "abort"
+
+    @property
     def says_nothing(self) -> bool:
         """Whether it has nothing for the client, such as the event that says that the turn is accepted."""
         said = (self.text, self.token_ids, self.logprobs, self.input_logprobs, self.finish, self.error)

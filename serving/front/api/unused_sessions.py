@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 @asynccontextmanager
 async def run_first_turn(service: TurnService, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
     """Runs the turn. If it is refused, aborted or left early, its session is closed."""
-    finished = is_anothers = False
+    committed = is_anothers = False
 
     async def watched(events: AsyncIterator[TurnEvent]) -> AsyncIterator[TurnEvent]:
-        nonlocal finished
+        nonlocal committed
         async for event in events:
-            finished = event.finish is not None and event.finish.reason != "abort"
+            committed = event.is_committed
             yield event
 
     try:
@@ -35,7 +35,7 @@ async def run_first_turn(service: TurnService, call: TurnCall) -> AsyncIterator[
         is_anothers = error.info.code in ANOTHERS_TURN
         raise
     finally:
-        if not (finished or is_anothers):
+        if not (committed or is_anothers):
             await close_unused(service, call)
 
 

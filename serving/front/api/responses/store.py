@@ -157,8 +157,7 @@ class StoredResponse:
     @property
     def is_completed(self) -> bool:
         """Whether its turn is part of its session, so that other responses can go on from it."""
-        end = self.end
-        return end is not None and end.finish is not None and end.finish.reason != "abort"
+        return self.end is not None and self.end.is_committed
 
     def response(self, model: ModelInfo) -> Json:
         """The response as its client got it. It must have ended."""

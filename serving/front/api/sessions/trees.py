@@ -81,7 +81,7 @@ class TreeRequest:
         async def watched(events: AsyncIterator[TurnEvent]) -> AsyncIterator[TurnEvent]:
             nonlocal committed
             async for event in events:
-                committed = event.finish is not None and event.finish.reason != "abort"
+                committed = event.is_committed
                 if committed:
                     await self._drop_replaced()  # before the client hears of the end
                 yield event
