@@ -91,17 +91,6 @@ def check(compiler: Compiler, builds: list[Build]) -> list[Report]:
     return reports
 
 
-def test_defaults_of_common_models(compiler: Compiler) -> None:
-    check(
-        compiler,
-        [
-            attention(shape, 128, torch.bfloat16, capability)
-            for capability in (80, 90)
-            for shape in default_tiles(128, torch.bfloat16, capability).shapes
-        ],
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
 def test_decodes_keep_enough_on_their_way(compiler: Compiler, dtype: torch.dtype) -> None:
     """Three programs run at once on a multiprocessor, each with a block of keys and values under way. That is 48 KB in
@@ -115,7 +104,7 @@ def test_decodes_keep_enough_on_their_way(compiler: Compiler, dtype: torch.dtype
 
 @pytest.mark.parametrize(("dim", "dtype", "capability"), CASES)
 def test_defaults(compiler: Compiler, dim: int, dtype: torch.dtype, capability: int) -> None:
-    """With and without splits, and with pages larger and smaller than a block."""
+    """With and without splits, and with pages larger and smaller than a block. Either may take more registers."""
     builds = []
     for shape in default_tiles(dim, dtype, capability).shapes:
         for page_size, splits in ((16, 32), (128, 1)):
