@@ -32,6 +32,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_make_docs_builds_it_likewise() -> None:
+    """What the other tests say of the site holds for that of `make docs`, which continuous integration does not run."""
+    recipe = (ROOT / "Makefile").read_text().split("\ndocs: ")[1].split("\n\n")[0]
+    assert " -q -W --keep-going -c docs/site -d build/site-sources . build/site\n" in recipe
+
+
 def test_every_document_is_a_page(site: Path) -> None:
     documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
     pages = {path.relative_to(ROOT).with_suffix(".html") for path in documents}
