@@ -10,12 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from engine.api import ConstraintFailed, InvalidRequest, TokenConstraint
 from serving.grammars.fair_queue import FairQueue
-from serving.grammars.grammar_constraint import reason_of
+from serving.grammars.grammar_constraint import CompiledGrammar, reason_of
 from serving.grammars.grammar_trial import GrammarTrial
 from serving.grammars.grammars import Grammars
 from serving.grammars.strict_calls import StrictCalls, StrictCallsConstraint
@@ -40,7 +39,7 @@ T = TypeVar("T")
 class ConstraintCompiler:
     """Each replica has one; its tables are used on the event loop only. The latest grammars are kept. A new grammar is
     first tried in another process, which bounds what it may take. Then it is compiled on a thread, one at a time, with
-    tenants taking turns. A request for a kept grammar waits for one compilation at most.
+    tenants taking turns. A request for a kept grammar waits for one compilation at most. One that is worn is not kept.
 
     `tokenizer` is None if the model has none; `vocab_size` is the model's.
     """
@@ -54,7 +53,7 @@ class ConstraintCompiler:
         self._queue = FairQueue("new grammars", most=MOST_WAITING, most_of_tenant=MOST_WAITING_OF_TENANT)
         self._refusals: OrderedDict[bytes, str | None] = OrderedDict()
         """By digest: with 1024 grammars of the longest it would have 64 to 256 MiB."""
-        self._compiled: OrderedDict[OutputConstraint, LLMatcher | StrictCalls] = OrderedDict()
+        self._compiled: OrderedDict[OutputConstraint, CompiledGrammar | StrictCalls] = OrderedDict()
 
     async def compile(self, constraint: OutputConstraint, tenant: str = "") -> TokenConstraint:
         """A new constraint, before its first token. Raises InvalidRequest, which names the kind, and
@@ -84,8 +83,10 @@ class ConstraintCompiler:
         assert isinstance(constraint, StrictCallsConstraint)
         return constraint
 
-    async def _grammar(self, constraint: OutputConstraint, tenant: str) -> LLMatcher | StrictCalls:
+    async def _grammar(self, constraint: OutputConstraint, tenant: str) -> CompiledGrammar | StrictCalls:
         """Raises ValueError for a grammar that cannot be compiled."""
+        for worn in [kept for kept, grammar in self._compiled.items() if grammar.worn]:
+            del self._compiled[worn]
         if constraint not in self._compiled:
             async with self._queue.place(tenant):
                 if constraint not in self._compiled:  # another call may have asked for the same
@@ -94,7 +95,7 @@ class ConstraintCompiler:
         self._compiled.move_to_end(constraint)
         return self._compiled[constraint]
 
-    async def _make(self, constraint: OutputConstraint) -> LLMatcher | StrictCalls:
+    async def _make(self, constraint: OutputConstraint) -> CompiledGrammar | StrictCalls:
         digest = _digest(constraint)
         if self._trial is not None and digest not in self._refusals:
             refusal = await _on(self._trial_thread, self._trial.refusal, constraint)

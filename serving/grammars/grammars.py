@@ -16,7 +16,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from tokenizers import Tokenizer
 
 from serving.grammars.annotations import without_annotations
-from serving.grammars.grammar_constraint import GrammarConstraint, reason_of
+from serving.grammars.grammar_constraint import CompiledGrammar, GrammarConstraint, reason_of
 from serving.grammars.strict_calls import StrictCalls, StrictCallsConstraint
 from serving.text.detokenizer import TokenBytes
 from serving.text.tool_calls.call_watch import watched_opening
@@ -50,7 +50,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._num_mask_bytes = -(-vocab_size // 8)
 
-    def compile(self, constraint: OutputConstraint) -> LLMatcher | StrictCalls:
+    def compile(self, constraint: OutputConstraint) -> CompiledGrammar | StrictCalls:
         """Raises ValueError that says what is wrong."""
         match constraint.kind:
             case "regex":
@@ -68,22 +68,21 @@ class Grammars:
                 grammar = LLMatcher.grammar_from_lark(lark_of(constraint.source))
             case "strict_calls":
                 return self._strict_calls(_restricting_calls(json.loads(constraint.source)))
-        return self._matcher(grammar)
+        return self._compiled(grammar)
 
-    def begin(self, grammar: LLMatcher | StrictCalls) -> GrammarConstraint | StrictCallsConstraint:
+    def begin(self, grammar: CompiledGrammar | StrictCalls) -> GrammarConstraint | StrictCallsConstraint:
         """A new constraint, before its first token. Raises ConstraintFailed."""
-        _, end_id = self._vocabulary
-        matcher = grammar.call if isinstance(grammar, StrictCalls) else grammar
-        copy = GrammarConstraint(matcher.deep_copy(), end_id, self._num_mask_bytes)
+        compiled = grammar.call if isinstance(grammar, StrictCalls) else grammar
+        copy = GrammarConstraint(compiled.matcher.deep_copy(), compiled)
         copy.allowed()
         return StrictCallsConstraint(grammar) if isinstance(grammar, StrictCalls) else copy
 
-    def _matcher(self, grammar: str) -> LLMatcher:
-        vocabulary, _ = self._vocabulary
+    def _compiled(self, grammar: str) -> CompiledGrammar:
+        vocabulary, end_id = self._vocabulary
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
-        return matcher
+        return CompiledGrammar(matcher, end_id, self._num_mask_bytes)
 
     def _strict_calls(self, wanted: Mapping[str, Any]) -> StrictCalls:
         """`wanted` comes from serving/front/api/answers/tools.py. If a schema cannot be enforced, and need not be, its
@@ -96,7 +95,7 @@ class Grammars:
             for function in wanted["functions"]:
                 self._free_unless_enforced(name, function, functions)
             call = self._call(name, functions)
-        form, (_, end_id) = tool_format(name), self._vocabulary
+        form = tool_format(name)
         opening = watched_opening(
             opening_of(name),
             list(functions),
@@ -106,7 +105,7 @@ class Grammars:
             self._token_bytes.__getitem__,
         )
         one_call = isinstance(form, NamedFormat) and form.one_call
-        return StrictCalls(opening, call, one_call, end_id, self._num_mask_bytes)
+        return StrictCalls(opening, call, one_call)
 
     def _free_unless_enforced(
         self, name: FormatName, function: Mapping[str, Any], functions: dict[str, Mapping[str, Any]]
@@ -118,10 +117,10 @@ class Grammars:
                 raise ValueError(f"{function['name']}: {reason_of(str(error))}") from error
             functions[function["name"]] = ANY_ARGUMENTS
 
-    def _call(self, name: FormatName, functions: Mapping[str, Mapping[str, Any]]) -> LLMatcher:
+    def _call(self, name: FormatName, functions: Mapping[str, Mapping[str, Any]]) -> CompiledGrammar:
         check_integers(json.dumps(functions))
         grammar = strict_calls_grammar(name, functions, self._special_ids())
-        return self._matcher(LLMatcher.grammar_from_lark(grammar))
+        return self._compiled(LLMatcher.grammar_from_lark(grammar))
 
     @cached_property
     def _token_bytes(self) -> TokenBytes:

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llguidance import LLMatcher
-
 from engine.api import ConstraintFailed, TokenConstraint
-from serving.grammars.grammar_constraint import GrammarConstraint
+from serving.grammars.grammar_constraint import CompiledGrammar, GrammarConstraint
 from serving.text.tool_calls.call_watch import CallWatch, WatchedOpening
 
 
 @dataclass(frozen=True, slots=True)
 class StrictCalls:
-    """What is compiled from a request's functions. With `one_call` an answer ends after the first call. Owned by the
-    keeper of grammars: each answer gets a copy of `call`."""
+    """What is compiled from a request's functions. With `one_call` an answer ends after the first call."""
 
     opening: WatchedOpening
-    call: LLMatcher
+    call: CompiledGrammar
     one_call: bool
-    end_id: int
-    num_mask_bytes: int
+
+    @property
+    def worn(self) -> bool:
+        return self.call.worn
 
 
 class StrictCallsConstraint:
@@ -67,11 +66,11 @@ class StrictCallsConstraint:
 
     def _begin(self, opening: list[int]) -> None:
         """The token that completed the opening may contain more, and that may show that there is no call."""
-        matcher = self._calls.call.deep_copy()
+        matcher = self._calls.call.matcher.deep_copy()
         fits = matcher.validate_tokens(opening) == len(opening)
         if fits:
             matcher.consume_tokens(opening)
         if matcher.is_error():
             raise ConstraintFailed(f"a call cannot be followed: {matcher.get_error()}")
         if fits:
-            self._call = GrammarConstraint(matcher, self._calls.end_id, self._calls.num_mask_bytes)
+            self._call = GrammarConstraint(matcher, self._calls.call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import gc
 import json
 import re
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from engine.api import ConstraintFailed, InvalidRequest, TokenConstraint
-from serving.grammars import constraints, grammar_trial, grammars
+from serving.grammars import constraints, grammar_constraint, grammar_trial, grammars
 from serving.grammars.constraints import ConstraintCompiler
 from serving.grammars.grammar_constraint import MAX_REASON_CHARS
 from serving.grammars.grammar_trial import TOO_MUCH, GrammarTrial
@@ -240,6 +241,33 @@ def test_a_lexer_that_others_have_filled_is_made_anew(monkeypatch: pytest.Monkey
         except ConstraintFailed:
             filled = True
     assert filled
+
+
+def test_a_grammar_that_is_costly_to_follow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token took the engine's thread 5 ms, which every other turn waited for. 6,500 tokens took 450 MiB, of which
+    nothing was given back while the grammar was kept."""
+    monkeypatch.setattr(grammar_constraint, "FIRST_S", 0.1)
+    monkeypatch.setattr(grammar_constraint, "EACH_TOKEN_S", 0.0005)  # so that it is costly on any processor
+    words = [f"W{n}: /[ab]*a[ab]{{{25 + n}}}c{n}/" for n in range(60)]
+    source = "\n".join([f"start: {' | '.join(f'W{n}' for n in range(60))}", *words])
+    constraint, generator = begun(OutputConstraint("grammar", source), compiler()), np.random.default_rng(1)
+
+    def follow() -> None:
+        allowed = [token for token in allowed_ids(constraint) if set(text_of(TEXT, token)) <= {"a", "b"}]
+        constraint.accept(int(generator.choice(allowed)))
+
+    with pytest.raises(ConstraintFailed, match="0.5 ms a token"):
+        collections.deque((follow() for _ in range(300)), maxlen=0)
+
+
+def test_a_grammar_that_answers_have_used_up_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns of one client together must not use up a grammar for others, nor fill the memory of a kept one."""
+    monkeypatch.setattr(grammar_constraint, "FIRST_S", 0.0)
+    by, wanted = compiler(), schema(PERSON)
+    begun(wanted, by)
+    used_up = by._compiled[wanted]
+    feed(begun(wanted, by), '{"name": "a", "age": 3}')
+    assert by._compiled[wanted] is not used_up
 
 
 @settings(max_examples=120, deadline=None)
