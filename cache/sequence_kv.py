@@ -114,7 +114,9 @@ class SequenceKV:
         end = self.num_pages + count
         if count:
             if end > len(self._buffer):
-                self._buffer = np.resize(self._buffer, max(end, 2 * len(self._buffer)))
+                grown = np.empty(max(end, 2 * len(self._buffer)), dtype=np.int32)
+                grown[: self.num_pages] = self.pages
+                self._buffer = grown
             self._buffer[self.num_pages : end] = pages
             self._breaks += self._breaks_in(self.num_pages, end)
             self._set_num_pages(end)

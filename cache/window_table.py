@@ -57,7 +57,9 @@ class WindowTable:
     def grow(self, pages: PageArray) -> None:
         end = self.num_pages + len(pages)
         if end > len(self._buffer):
-            self._buffer = np.resize(self._buffer, max(end, 2 * len(self._buffer)))
+            grown = np.empty(max(end, 2 * len(self._buffer)), dtype=np.int32)
+            grown[: self.num_pages] = self.pages
+            self._buffer = grown
         self._buffer[self.num_pages : end] = pages
         self.num_pages = end
 

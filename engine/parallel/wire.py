@@ -121,7 +121,9 @@ class _Table:
         entries = np.frombuffer(changed, dtype=np.int32)
         end = first + len(entries)
         if end > len(self._entries):
-            self._entries = np.resize(self._entries, max(end, 2 * len(self._entries)))
+            grown = np.empty(max(end, 2 * len(self._entries)), dtype=np.int32)
+            grown[:first] = self._entries[:first]
+            self._entries = grown
         self._entries[first:end] = entries
         return self._entries[:end]
 
