@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from cache.sequence_kv import pages_for
+from cache.sequence_kv import SequenceKV, pages_for
+from cache.token_chain import Tokens
 from engine.api import FinishReason, LogprobParams, StepFailed
 from tests.unit.engine.driver import Driver, Talk, greedy, slot_kv
 from tests.unit.engine.fault_rig import PAGE_SIZES, Guesser, Watch, driver_of, full_page_history
@@ -205,7 +206,7 @@ def test_what_a_verify_step_accepted_past_the_end_is_cut(page_size: int, end: st
     overshoots: list[int] = []
     finish_turn = driver.cache.finish_turn
 
-    def watched(session_id: str, kv, tokens) -> None:  # type: ignore[no-untyped-def]
+    def watched(session_id: str, kv: SequenceKV, tokens: Tokens) -> None:
         overshoots.append(kv.committed_len - len(tokens))
         finish_turn(session_id, kv, tokens)
 
