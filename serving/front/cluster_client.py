@@ -109,10 +109,11 @@ class ClusterClient:
         self._settings = settings
         self._replicas_expected = replicas_expected
         self._newcomer_grace_s = newcomer_grace_s
-        # Both need no key, and each asks every process: so each runs once at a time, for all who ask. The answer is not
-        # kept: another ingress may have given newer figures, and counters must not go back.
+        # Each asks every process, and clients may want it often: so it runs once at a time, for all who ask. The answer
+        # is not kept: another ingress may have given newer figures, and counters must not go back.
         self._metrics_page = SharedAnswer(self._gather_metrics, tasks)
         self._health = SharedAnswer(lambda: replicas.any_answers(FIGURES_TIMEOUT_S), tasks)
+        self._asked_model = SharedAnswer(self._ask_model, tasks)
         source = ClusterSource(
             replicas, controller, lambda entry, now_s: told_session(_session_info(entry, now_s))
         )
@@ -123,7 +124,12 @@ class ClusterClient:
         return self._model
 
     async def learn_model(self) -> None:
-        """Asks the replicas what they serve: an update may have replaced those that answered before."""
+        """An update may have replaced the replicas that answered before, or have added one since they were listed."""
+        await self._asked_model.get()
+
+    async def _ask_model(self) -> None:
+        with suppress(ControllerError):  # the replicas that are known may have another model, too
+            await self._replicas.look()
         self._model = await served_model(self._replicas, FIGURES_TIMEOUT_S) or self._model
 
     @asynccontextmanager

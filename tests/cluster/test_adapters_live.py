@@ -36,12 +36,7 @@ def cluster(shared_cluster: ServedCluster, adapters: dict[str, str]) -> ServedCl
     def edit(document: dict[str, Any]) -> None:
         document["applications"][0]["args"]["model"]["adapters"] = {"first": adapters["first"]}
 
-    def is_known() -> bool:
-        with shared_cluster.client() as http:
-            return "first" in {card["id"] for card in http.get("/v1/models").json()["data"]}
-
     shared_cluster.use(edit)
-    eventually(is_known)  # a front end asks the replicas every two seconds
     return shared_cluster
 
 

@@ -241,17 +241,6 @@ def check_grammar_len(source: str, param: str) -> None:
         raise refusal(f"{param}: {len(source)} characters; at most {MAX_GRAMMAR_CHARS} are allowed.", param)
 
 
-def adapter_of(name: str | None, model: ModelInfo) -> str:
-    """The adapter that a request names as its model; "" for the served model itself, which is also what None means.
-    Raises ServiceError for a model that is not served."""
-    if name is None or name == model.model_id or name in model.aliases:
-        return ""
-    if name not in model.adapters:
-        told = f"The model {name[:120]!r} does not exist. The model here is {model.model_id!r}."
-        raise refusal(told, "model", status=404, code="model_not_found")
-    return name
-
-
 def check_token_ids(token_ids: Iterable[int], model: ModelInfo, param: str) -> None:
     """Refuses ids that the model does not have."""
     token_ids = token_ids if isinstance(token_ids, list) else list(token_ids)

@@ -38,6 +38,9 @@ class TurnService(Protocol):
     @property
     def model(self) -> ModelInfo: ...
 
+    async def learn_model(self) -> None:
+        """Asks the replicas what they serve, which `model` then is."""
+
     def run(self, call: TurnCall) -> AbstractAsyncContextManager[AsyncIterator[TurnEvent]]:
         """Streams a turn's events. Each has at least one token or the end, except the first event of a call that
         `tells_accepted`. Leaving the context early (client disconnect) aborts the turn.

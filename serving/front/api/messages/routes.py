@@ -15,12 +15,13 @@ from serving.front.api.answers.tools import ToolUse
 from serving.front.api.dependencies import Service, Tenant
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.field_names import FieldNames
-from serving.front.api.fields import adapter_of, most_tokens, new_id
+from serving.front.api.fields import most_tokens, new_id
 from serving.front.api.messages.history import message_of
 from serving.front.api.messages.replies import MessageReply, blocks_of, no_edits, stop_of, usage_of
 from serving.front.api.messages.schema import CountTokensBody, MessagesBody, PromptBody
 from serving.front.api.messages.stream import MessageEncoder
 from serving.front.api.messages.tools import tools_in_use
+from serving.front.api.named_model import adapter_of, model_for
 from serving.front.api.reply_json import json_reply, reply_json
 from serving.front.api.session_headers import IN_NO_SESSION, InSession
 from serving.front.api.sse import TurnEventStream
@@ -52,10 +53,11 @@ async def create_message(
     service: Service,
     tenant: Tenant,
 ) -> Response:
-    adapter = adapter_of(body.model, service.model)
+    model = await model_for(service, body.model)
+    adapter = adapter_of(body.model, model)
     body.check()
     session = headers.turn(1, "messages")
-    tools = tools_in_use(body.tools, body.tool_choice, service.model)
+    tools = tools_in_use(body.tools, body.tool_choice, model)
     reply_id = new_id("msg_")
     fields = {
         "session": session,
@@ -63,11 +65,11 @@ async def create_message(
         "affinity_key": AffinityKeys.of(request).key(user=body.user_id),
         "adapter": adapter,
     }
-    make_plan = partial(_plan, body, tools, service.model, reply_id, fields)
+    make_plan = partial(_plan, body, tools, model, reply_id, fields)
     plan = await beside_streams(make_plan, len(body.messages))
     (call,) = plan.calls
-    reader = AnswerReader(scope_of(call), tools, reads_thoughts(service.model, call.constraint))
-    model_id = adapter or service.model.model_id
+    reader = AnswerReader(scope_of(call), tools, reads_thoughts(model, call.constraint))
+    model_id = adapter or model.model_id
     response: Response
     if body.stream:
         encoder = MessageEncoder(reader, reply_id, model_id, edits_asked=body.context_management is not None)
@@ -84,8 +86,9 @@ async def count_tokens(
     service: Service,
 ) -> dict[str, int]:
     """The tokens of the prompt as the chat template renders it, up to where the answer begins."""
-    adapter_of(body.model, service.model)
-    tools = tools_in_use(body.tools, body.tool_choice, service.model)
+    model = await model_for(service, body.model)
+    adapter_of(body.model, model)
+    tools = tools_in_use(body.tools, body.tool_choice, model)
     prompt = await beside_streams(partial(body.prompt, tools), len(body.messages))
     with FieldNames(of_message=partial(_name_of_message, body)).in_errors():
         tokenized = await service.tokenize(prompt, with_token_strs=False)

@@ -19,7 +19,8 @@ from serving.front.api.answers.tools import ToolUse, tool_use
 from serving.front.api.dependencies import Service, Tenant
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
-from serving.front.api.fields import adapter_of, new_id, nth_seed
+from serving.front.api.fields import new_id, nth_seed
+from serving.front.api.named_model import adapter_of, model_for
 from serving.front.api.openai.chat_answers import ChatReader
 from serving.front.api.openai.chat_schema import (
     ChatBody,
@@ -69,19 +70,19 @@ async def chat_completions(
     service: Service,
     tenant: Tenant,
 ) -> Response:
-    model_id = adapter_of(body.model, service.model) or service.model.model_id
+    model = await model_for(service, body.model)
+    model_id = adapter_of(body.model, model) or model.model_id
     check_stream_options(body.stream_options, body)
     session = headers.turn(body.n or 1, "n")
     reply_id = f"chatcmpl-{body.request_id or new_id('')}"
-    tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, service.model)
+    tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, model)
     rules = rules_of(request.app)
     prompt_fields = chat_prompt_fields(body, own_template=rules.request_chat_template)
-    fields = call_fields(request, rules, body, session, tenant, service.model)
-    make_plan = partial(_plan, body, tools, reply_id, service.model, prompt_fields, fields)
+    fields = call_fields(request, rules, body, session, tenant, model)
+    make_plan = partial(_plan, body, tools, reply_id, model, prompt_fields, fields)
     plan = await beside_streams(make_plan, len(body.messages))
     readers = [
-        ChatReader(scope_of(call), tools, reads_thoughts(service.model, call.constraint))
-        for call in plan.calls
+        ChatReader(scope_of(call), tools, reads_thoughts(model, call.constraint)) for call in plan.calls
     ]
     if body.stream:
         return TurnEventStream(service, plan, ChatEncoder(body, readers, reply_id, model_id))

@@ -19,7 +19,8 @@ from serving.front.api.answers.logprobs import finite, token_name, top_choices
 from serving.front.api.dependencies import Service, Tenant
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
-from serving.front.api.fields import adapter_of, check_num_calls, check_token_ids, new_id, nth_seed
+from serving.front.api.fields import check_num_calls, check_token_ids, new_id, nth_seed
+from serving.front.api.named_model import adapter_of, model_for
 from serving.front.api.openai.completions_schema import (
     CompletionBody,
     CompletionChoice,
@@ -69,9 +70,10 @@ async def completions(
     service: Service,
     tenant: Tenant,
 ) -> Response:
-    model_id = adapter_of(body.model, service.model) or service.model.model_id
+    model = await model_for(service, body.model)
+    model_id = adapter_of(body.model, model) or model.model_id
     prompts = body.prompts()
-    _check(body, prompts, service.model)
+    _check(body, prompts, model)
     if headers.mode not in (None, "append"):
         raise refusal("x-session-mode: a prompt is added to its session: append.", "x-session-mode")
     num_calls = len(prompts) * (body.n or 1)
@@ -82,7 +84,7 @@ async def completions(
         raise refusal("echo: not possible with truncate_prompt_tokens.", "echo")
     reply_id = f"cmpl-{body.request_id or new_id('')}"
     rules = rules_of(request.app)
-    fields = call_fields(request, rules, body, session, tenant, service.model)
+    fields = call_fields(request, rules, body, session, tenant, model)
     plan = _plan(body, prompts, reply_id, fields)
     encoder = CompletionEncoder(body, prompts, reply_id, model_id)
     if body.stream:

@@ -11,7 +11,8 @@ from fastapi import Request
 
 from serving.front.api.affinity import AffinityKeys
 from serving.front.api.errors import refusal
-from serving.front.api.fields import adapter_of, check_min_tokens, stop_strings
+from serving.front.api.fields import check_min_tokens, stop_strings
+from serving.front.api.named_model import adapter_of
 from serving.front.api.openai.chat_schema import ChatBody
 from serving.front.api.openai.requests import OpenAiBody
 from serving.front.api.priorities import engine_priority

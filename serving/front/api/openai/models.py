@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from serving.front.api.dependencies import Service
-from serving.front.api.fields import adapter_of
+from serving.front.api.named_model import adapter_of, model_for
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.wire.turns import ModelInfo
 
@@ -45,8 +45,9 @@ async def list_models(service: Service) -> ModelList:
 
 
 async def get_model(model_id: str, service: Service) -> ModelCard:
-    adapter_of(model_id, service.model)
-    return _card(service.model, model_id)
+    model = await model_for(service, model_id)
+    adapter_of(model_id, model)
+    return _card(model, model_id)
 
 
 def _card(model: ModelInfo, name: str) -> ModelCard:

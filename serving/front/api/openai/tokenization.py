@@ -12,7 +12,8 @@ from pydantic import Discriminator, Field, Tag
 from serving.front.api.answers.tools_schema import Tools
 from serving.front.api.dependencies import Service
 from serving.front.api.errors import refusal
-from serving.front.api.fields import MAX_CALLS, adapter_of, check_token_ids, one_or_many, one_or_many_lists
+from serving.front.api.fields import MAX_CALLS, check_token_ids, one_or_many, one_or_many_lists
+from serving.front.api.named_model import adapter_of, model_for
 from serving.front.api.openai.chat_schema import Messages
 from serving.front.api.reply_json import reply_json
 from serving.front.api.shared_fields import TemplateKwargs
@@ -97,7 +98,8 @@ def routes() -> APIRouter:
 
 async def tokenize(body: TokenizeBody, service: Service) -> Response:
     """For several texts, `tokens`, `count` and `token_strs` are lists with one entry for each text."""
-    adapter_of(body.model, service.model)
+    model = await model_for(service, body.model)
+    adapter_of(body.model, model)
     found = [
         await service.tokenize(prompt, with_token_strs=bool(body.return_token_strs))
         for prompt in await beside_streams(body.prompts, len(body.messages or ()))
@@ -110,17 +112,18 @@ async def tokenize(body: TokenizeBody, service: Service) -> Response:
     }
     whole = {name: value if many or value is None else value[0] for name, value in reply.items()}
     # A text may have a million tokens: FastAPI would take six times as long to write them.
-    text = reply_json(whole | {"max_model_len": service.model.max_context_len})
+    text = reply_json(whole | {"max_model_len": model.max_context_len})
     return Response(text, media_type="application/json")
 
 
 async def detokenize(body: DetokenizeBody, service: Service) -> dict[str, Any]:
     """The text, or a list of texts: as `prompt`, vLLM's name for it, and as `text`, SGLang's."""
-    adapter_of(body.model, service.model)
+    model = await model_for(service, body.model)
+    adapter_of(body.model, model)
     many = bool(body.tokens) and isinstance(body.tokens[0], list)
     lists: Sequence[Any] = body.tokens if many else [body.tokens]
     for index, token_ids in enumerate(lists):
-        check_token_ids(token_ids, service.model, f"tokens[{index}]" if many else "tokens")
+        check_token_ids(token_ids, model, f"tokens[{index}]" if many else "tokens")
     skip = bool(body.skip_special_tokens)
     texts = [await service.detokenize(token_ids, skip_special_tokens=skip) for token_ids in lists]
     text = texts if many else texts[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 from serving.front.api.answers.held import field_names
 from serving.front.api.dependencies import Service, Tenant
-from serving.front.api.fields import adapter_of
+from serving.front.api.named_model import adapter_of, model_for
 from serving.front.api.responses.conversation_log import goes_on_from
 from serving.front.api.responses.items import Json, canonical_items
 from serving.front.api.responses.schema import ResponsesBody, check_state
@@ -23,10 +23,11 @@ async def count_input_tokens(
 ) -> dict[str, Any]:
     """The tokens of the prompt as the chat template renders it, up to where the answer begins, with all that the body
     goes on from."""
-    adapter_of(body.model, service.model)
+    model = await model_for(service, body.model)
+    adapter_of(body.model, model)
     check_state(body)
     before = await goes_on_from(service, body, tenant)
-    make_prompt = partial(_prompt, body, before.items, service.model)
+    make_prompt = partial(_prompt, body, before.items, model)
     said, prompt = await beside_streams(make_prompt, len(before.items) + len(body.input))
     with field_names("input", None, of_message=partial(before.name_of_message, body, said)).in_errors():
         tokenized = await service.tokenize(prompt, with_token_strs=False)

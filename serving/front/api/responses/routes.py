@@ -16,7 +16,8 @@ from serving.front.api.answers.reader import AnswerReader, answer_fields, reads_
 from serving.front.api.dependencies import Service, Tenant
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
-from serving.front.api.fields import adapter_of, nth_seed
+from serving.front.api.fields import nth_seed
+from serving.front.api.named_model import adapter_of, model_for
 from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import json_reply, reply_json
 from serving.front.api.responses.background import Background, FollowedTurn, cancel, look_up
@@ -126,7 +127,7 @@ async def asked_response(
     """Prepares the response that the body asks for. `affinity` belongs to its connection. `before`: what it goes on
     from, if the caller knows. `named`: its turn in a session that the client names; such a response is not stored.
     Raises ServiceError."""
-    model = service.model
+    model = await model_for(service, body.model)
     adapter = adapter_of(body.model, model)
     check_state(body)
     tools = body.offered_tools(model)

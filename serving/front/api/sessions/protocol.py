@@ -19,6 +19,7 @@ from serving.front.api.errors import refusal
 from serving.front.api.field_names import FieldNames
 from serving.front.api.fields import check_num_calls, check_token_ids, new_id, nth_seed, stop_strings
 from serving.front.api.hidden_sessions import check_not_hidden
+from serving.front.api.named_model import model_for
 from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import joined_items, json_reply
 from serving.front.api.rules import rules_of
@@ -147,7 +148,9 @@ async def generate(
 ) -> Response:
     rules = rules_of(request.app)
     priority = engine_priority(rules.request_priority, higher_first=body.priority)
-    plan = _plan(body, service.model, tenant, priority, AffinityKeys.of(request).key())
+    named = body.lora_path if isinstance(body.lora_path, list) else [body.lora_path]
+    model = await model_for(service, *named)
+    plan = _plan(body, model, tenant, priority, AffinityKeys.of(request).key())
     runner: RunsTurns = service
     if body.session_params is not None:
         plan, runner = await _in_session(plan, body.session_params, idempotency_key, service)

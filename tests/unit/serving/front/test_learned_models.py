@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from serving.background import BackgroundTasks
 from serving.front.cluster_client import ClusterClient
 from serving.front.http import create_http_app
 from serving.front.ingress import Ingress, _first_model
@@ -39,21 +40,29 @@ NEW = replace(
 
 
 class UpdatedReplicas:
-    """ReplicaCalls of a cluster that is being updated. `models` are those of the replicas that answer."""
+    """ReplicaCalls of a cluster that is being updated. `models` are those of the replicas that are listed and answer,
+    `newcomers` those of replicas that are listed at the next look."""
 
     def __init__(self, *models: ModelInfo) -> None:
         self.models = list(models)
+        self.newcomers: list[ModelInfo] = []
+        self.times_asked = 0
+
+    async def look(self) -> None:
+        self.models += self.newcomers
+        self.newcomers.clear()
 
     async def broadcast(self, call: AnyCall, _timeout_s: float) -> list[ModelInfo]:
         assert isinstance(call, GetModelInfo)
+        self.times_asked += 1
         return self.models
 
 
 def client_over(replicas: UpdatedReplicas) -> ClusterClient:
     unused: dict[str, Any] = dict.fromkeys(
-        ("siblings", "controller", "owners", "dispatcher", "places", "metrics", "tasks")
+        ("siblings", "controller", "owners", "dispatcher", "places", "metrics")
     )
-    parts: dict[str, Any] = {"replicas": replicas}
+    parts: dict[str, Any] = {"replicas": replicas, "tasks": BackgroundTasks()}
     return ClusterClient(model=FORMER, settings={}, **parts, **unused)
 
 
@@ -92,6 +101,41 @@ async def test_a_name_is_answered_while_its_model_is_served() -> None:
         replicas.models = [FORMER, NEW]
         await client.learn_model()
         assert await named() == {"new": "/models/new", "latest": "/models/new"}
+
+
+SAYS = [{"role": "user", "content": "Hi"}]
+NAMING = {
+    "/v1/chat/completions": {"model": "latest", "messages": SAYS},
+    "/v1/completions": {"model": "latest", "prompt": "Hi"},
+    "/v1/responses": {"model": "latest", "input": "Hi"},
+    "/v1/responses/input_tokens": {"model": "latest", "input": "Hi"},
+    "/v1/messages": {"model": "latest", "max_tokens": 1, "messages": SAYS},
+    "/v1/messages/count_tokens": {"model": "latest", "messages": SAYS},
+    "/v1/tokenize": {"model": "latest", "prompt": "Hi"},
+    "/v1/detokenize": {"model": "latest", "tokens": [1]},
+    "/generate": {"lora_path": "latest", "text": "Hi"},
+}
+
+
+@pytest.mark.parametrize("path", NAMING)
+async def test_the_replicas_are_asked_before_a_name_is_refused(path: str) -> None:
+    """For two seconds after an update, a front end answered 404 to a name that a replica served."""
+    replicas = UpdatedReplicas(FORMER)
+    client = client_over(replicas)
+    async with client_of(create_http_app(client)) as http:
+        reply = await http.post(path, json=NAMING[path])
+    assert reply.status_code == (400 if path == "/generate" else 404)
+    assert "'latest' does not exist" in reply.text
+    assert replicas.times_asked == 1
+
+
+async def test_a_name_that_an_update_has_just_brought_is_known() -> None:
+    replicas = UpdatedReplicas(FORMER)
+    client = client_over(replicas)
+    async with client_of(create_http_app(client)) as http:
+        replicas.newcomers.append(NEW)
+        reply = await http.get("/v1/models/latest")
+    assert reply.json()["root"] == "/models/new"
 
 
 async def test_bodies_may_be_as_large_as_the_learned_model_takes() -> None:
