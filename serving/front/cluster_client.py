@@ -129,7 +129,7 @@ class ClusterClient:
 
     async def _ask_model(self) -> None:
         with suppress(ControllerError):  # the replicas that are known may have another model, too
-            await self._replicas.look()
+            await self._replicas.learn()
         self._model = await served_model(self._replicas, FIGURES_TIMEOUT_S) or self._model
 
     @asynccontextmanager

@@ -65,7 +65,7 @@ class Membership:
         try:
             listed = await self._controller.replicas(bool(self._known))
         except NoAnswer:
-            await self._learn()  # which fails, too, unless the controller has just started
+            await self.learn()  # which fails, too, unless the controller has just started
             return
         statuses = {status.replica_id: status for status in listed}
         gone = [name for name in self._known if name not in statuses]
@@ -79,14 +79,14 @@ class Membership:
         taken for gone by that."""
         if replica_id not in self._known:
             try:
-                await self._learn()
+                await self.learn()
             except ControllerError as error:
                 logger.warning("the controller does not tell who is there: %s", error)
         return self.status(replica_id)
 
-    async def _learn(self) -> None:
-        """Asks the controller for the replicas, and takes none for gone that it does not list. Raises
-        ControllerError."""
+    async def learn(self) -> None:
+        """Asks the controller for the replicas, and takes none for gone that it does not list: it may be called
+        beside `look`, and the answers of both may come in another order. Raises ControllerError."""
         listed = await self._controller.replicas()
         self._known |= {status.replica_id: self._reported(status) for status in listed}
 

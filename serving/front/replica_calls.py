@@ -129,6 +129,10 @@ class ReplicaCalls:
         ControllerError."""
         await self._membership.look()
 
+    async def learn(self) -> None:
+        """Asks the controller for new replicas, beside the looks: it takes none for gone. Raises ControllerError."""
+        await self._membership.learn()
+
     async def broadcast(self, call: AnyCall, timeout_s: float | None = None) -> list[Any]:
         """Calls all replicas; returns the answers of those that answer in time, in the order of `present`."""
         names = await self.present()

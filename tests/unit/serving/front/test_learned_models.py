@@ -41,14 +41,14 @@ NEW = replace(
 
 class UpdatedReplicas:
     """ReplicaCalls of a cluster that is being updated. `models` are those of the replicas that are listed and answer,
-    `newcomers` those of replicas that are listed at the next look."""
+    `newcomers` those of replicas that are listed when the controller is asked again."""
 
     def __init__(self, *models: ModelInfo) -> None:
         self.models = list(models)
         self.newcomers: list[ModelInfo] = []
         self.times_asked = 0
 
-    async def look(self) -> None:
+    async def learn(self) -> None:
         self.models += self.newcomers
         self.newcomers.clear()
 

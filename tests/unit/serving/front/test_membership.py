@@ -59,6 +59,17 @@ async def test_one_that_has_just_come_is_found() -> None:
     assert await membership.find("b") is None
 
 
+async def test_a_late_answer_to_another_question_takes_nobody_for_gone() -> None:
+    """It was given before the last replica came, and arrives after the look that listed it."""
+    gone: list[str] = []
+    controller = Controller(status("a"), status("b"))
+    membership = membership_of(controller, gone)
+    await membership.look()
+    controller.statuses.pop()
+    await membership.learn()
+    assert (membership.present, gone) == (("a", "b"), [])
+
+
 async def test_while_the_controller_is_away_what_it_said_last_counts() -> None:
     gone: list[str] = []
     controller = Controller(status("a"))
